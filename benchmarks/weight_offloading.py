@@ -50,6 +50,7 @@ class Measured(NamedTuple):
 def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
     """Load a model with some layers offloaded, and train it for some steps."""
     import torch
+    from transformers import set_seed
 
     from sft_play.config.schema import Config
     from sft_play.models.architecture import decoder_layers
@@ -59,7 +60,6 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
     from sft_play.models.fast.setup import base_model_of
     from sft_play.models.load import WeightPlaces, load_model
     from sft_play.process import Process
-    from sft_play.training.runtime import seed_everything
 
     settings = {
         "model": {
@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
     }
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process.alone(device, torch.bfloat16)
-    seed_everything(0)
+    set_seed(0)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -17,9 +17,9 @@ def is_run_folder(words: list[str]) -> bool:
 if __name__ == "__main__":
     words = sys.argv[1:]
     if words[:1] == ["--wait"]:
-        from sft_play.training.early import wait
+        from sft_play.training.entry import wait_for_folder
 
-        words = [wait(*map(int, words[1:]))]
+        words = [wait_for_folder(*map(int, words[1:]))]
     if is_run_folder(words):
         from sft_play.training.entry import main
 

@@ -193,7 +193,7 @@ def batch_of(model: nn.Module, is_packed: bool) -> Batch:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the loss of a whole step of one micro-batch, as `SftTrainer.compute_loss` does."""
+    """Return the loss of a whole step of one micro-batch, as `TrainingLoop.compute_loss` does."""
     batch.pop(REAL_LENGTHS)
     tokens = total_weight(batch)
     return take_nll(model, model, batch) / tokens

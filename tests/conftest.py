@@ -414,18 +414,18 @@ def losses_of() -> Callable:
 
 
 @pytest.fixture(scope="session")
-def build_trainer() -> Callable:
+def build_loop() -> Callable:
     """A function that returns the trainer of a planned run as the worker builds it, and its data."""
     import torch
+    from transformers import set_seed
 
     from sft_play.data.assemble import DataFacts, assemble
     from sft_play.data.tokenizer import load_tokenizer
     from sft_play.models.load import load_model
     from sft_play.plan.run_plan import PlannedRun
     from sft_play.process import Process
-    from sft_play.training import runtime
     from sft_play.training.arguments import training_arguments
-    from sft_play.training.build import build_trainer
+    from sft_play.training.build import build_loop
     from sft_play.training.context import RunContext
     from sft_play.training.memory import MemoryMeter
     from sft_play.training.resume import make_stamp
@@ -436,11 +436,11 @@ def build_trainer() -> Callable:
         config = context.config
         tokenizer = load_tokenizer(config)
         data = assemble(config, DataFacts.from_json(folder.read_data()).sources)
-        runtime.seed_everything(config.train.seed)
+        set_seed(config.train.seed)
         arguments = training_arguments(context.planned, folder)
         model = load_model(config, process)
         run_stamp = make_stamp(context, data, tokenizer)
-        return build_trainer(context, arguments, tokenizer, data, model, run_stamp), data
+        return build_loop(context, arguments, tokenizer, data, model, run_stamp), data
 
     return build
 

@@ -41,14 +41,17 @@ class FakeGpu(MemoryMeter):
         """Count all further forward passes of all models; return the hook's handle."""
         return nn.modules.module.register_module_forward_pre_hook(self._count)
 
-    def reset(self) -> None:
-        self.peak = self.held
-
     def peak_bytes(self) -> int:
         return self.peak
 
     def allocatable_bytes(self) -> int:
         return self.allocatable
+
+    def _record(self) -> None:
+        if self.current_phase is not None:
+            before = self._phases.get(self.current_phase, 0)
+            self._phases[self.current_phase] = max(before, self.peak)
+        self.peak = self.held
 
     def _count(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         is_evaluation = not torch.is_grad_enabled()

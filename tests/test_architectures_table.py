@@ -34,6 +34,7 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.expert_adapters import _without_gradient
 from sft_play.models.experts import packed_weight
 from sft_play.models.fast.install import base_model_of, fused_kernels_of
+from sft_play.training.checkpoints import write_weights
 from sft_play.training.isolation import check_cross_document
 
 pytestmark = pytest.mark.architectures
@@ -57,7 +58,7 @@ class Workshop:
 
     base_of: Callable[[str], Path]
     plan_run: Callable[..., Any]
-    build_trainer: Callable[..., Any]
+    build_loop: Callable[..., Any]
     plain_loader: ProcessPoolExecutor
     folder: Path
 
@@ -67,10 +68,10 @@ NEWER_TYPES = [pytest.param(name, id=f"newer-{name}") for name in NEWER]
 
 @pytest.mark.parametrize("model_type", [*MODEL_TYPES, *NEWER_TYPES])
 def test_a_model_type_trains_packs_and_reloads_or_is_refused_in_words(
-    model_type, request, base_of, plan_run, build_trainer, plain_loader, tmp_path
+    model_type, request, base_of, plan_run, build_loop, plain_loader, tmp_path
 ):
     row = Row(model_type)
-    workshop = Workshop(base_of, plan_run, build_trainer, plain_loader, tmp_path)
+    workshop = Workshop(base_of, plan_run, build_loop, plain_loader, tmp_path)
     unable = None  # this machine, as CPUs are that unpack 4 bits wrongly
     for mode in MODES:
         try:
@@ -114,23 +115,24 @@ def try_to_train(workshop: Workshop, row: Row, mode: str) -> str:
         "train.learning_rate": LEARNING_RATES[mode],
     }
     folder = workshop.plan_run(changes, may_trace=False)  # plans have tests of their own
-    trainer, _ = workshop.build_trainer(folder)
+    trainer, _ = workshop.build_loop(folder)
     if trainer.order.layout.is_packed:
-        vocabulary = trainer.model.config.get_text_config().vocab_size
-        check_cross_document(trainer.model, trainer.data_collator, vocabulary, CPU)
-    before = trained_weights(trainer.model)
+        vocabulary = trainer.engine.model.config.get_text_config().vocab_size
+        check_cross_document(trainer.engine.model, trainer.collator, vocabulary, CPU)
+    before = trained_weights(trainer.engine.model)
+    trainer.start()
     trainer.train()
-    unmoved = _without_gradient(trainer.model)  # what chooses the tokens of sparse attention
+    unmoved = _without_gradient(trainer.engine.model)  # what chooses the tokens of sparse attention
     still = [
         name
-        for name, weight in trained_weights(trainer.model).items()
+        for name, weight in trained_weights(trainer.engine.model).items()
         if torch.equal(weight, before[name]) and not name.startswith(unmoved)
     ]
     assert not still, f"{len(still)} of {len(before)} trained weights did not move, {still[0]}"
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert sum(losses[-3:]) < sum(losses[:3]), f"the loss did not fall: {losses}"
     if mode == "lora":
-        kernels = fused_kernels_of(trainer.model)
+        kernels = fused_kernels_of(trainer.engine.model)
         row.on = dict(kernels.on)
         row.off = dict(kernels.off)
     row.reloads[mode] = outcome(lambda: try_to_reload(workshop, trainer, base, mode))
@@ -147,14 +149,16 @@ def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def try_to_reload(workshop: Workshop, trainer: Any, base: Path, mode: str) -> str:
     weights = workshop.folder / mode
-    trainer.save_model(str(weights))
+    write_weights(trainer.engine, weights)
     saved = Saved(base, weights)
     if mode == "qlora":
-        saved = Saved(dequantized(trainer.model, base, workshop.folder / "dequantized"), weights)
+        saved = Saved(
+            dequantized(trainer.engine.model, base, workshop.folder / "dequantized"), weights
+        )
     if mode == "full":
         saved = Saved(weights, None)
     with torch.no_grad():
-        ours = trainer.model.eval()(input_ids=torch.tensor([TEXT])).logits[0]
+        ours = trainer.engine.model.eval()(input_ids=torch.tensor([TEXT])).logits[0]
     theirs = workshop.plain_loader.submit(logits_of_saved, saved, TEXT).result()
     difference = relative(ours, torch.tensor(theirs))
     assert difference <= SAME_LOGITS, f"logits differ by {difference:.1g}"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from sft_play.plan.launch import free_port
 from sft_play.runs import seal
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trainer import SftTrainer
+from sft_play.training.loop import TrainingLoop
 
 Start = Callable[..., tuple[RunFolder, list]]
 pytestmark = pytest.mark.faults
@@ -63,13 +63,13 @@ def by_signal(number: signal.Signals) -> Callable[[Start, dict[str, Any], int], 
 
 def slow_steps() -> None:
     """Make a step take as long as a signal needs to come."""
-    compute_loss = SftTrainer.compute_loss
+    compute_loss = TrainingLoop.compute_loss
 
     def slowly(self, *arguments, **options):
         time.sleep(0.05)
         return compute_loss(self, *arguments, **options)
 
-    SftTrainer.compute_loss = slowly
+    TrainingLoop.compute_loss = slowly
 
 
 STOPS = {

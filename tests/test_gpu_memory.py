@@ -20,7 +20,6 @@ from sft_play.plan import launch
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
-from sft_play.training.callbacks import BeforeFirstStep
 from sft_play.training.memory import MemoryMeter, components
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,11 +46,12 @@ def fill_gpu() -> None:
 
 def trained(trainer, *callbacks) -> dict[str, int]:
     """Train, and return the bytes that were held in the end."""
-    trainer.add_callback(BeforeFirstStep(lambda: trainer.memory.watch_optimizer(trainer.optimizer)))
     for callback in callbacks:
-        trainer.add_callback(callback)
+        trainer.events.add(callback)
+    trainer.start()
+    trainer.memory.watch_optimizer(trainer.engine.optimizer)
     trainer.train()
-    return components(trainer.model, trainer.optimizer, GPU)
+    return components(trainer.engine.model, trainer.engine.optimizer, GPU)
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from make_runs import check_losses, losses
 
+from sft_play.training.engine import create_accelerator
+
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 ROWS, LONGEST = 64, 1024
@@ -185,25 +187,23 @@ def test_less_memory_means_smaller_steps_and_the_same_losses(probed_run, base, l
     check_losses(losses(narrow), losses(wide))
 
 
-def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(base, plan_run, build_trainer):
+def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(base, plan_run, build_loop):
     from sft_play.plan.step import Layout
     from sft_play.process import Process
     from sft_play.training.dry_run import DryRun, digest
     from sft_play.training.memory import MemoryMeter
 
-    trainer, _ = build_trainer(
+    trainer, _ = build_loop(
         plan_run({"model.name": base, "tuning.mode": "full", "model.max_seq_len": LONGEST})
     )
     device = torch.device("cuda", 0)
-    trainer.model.to(device)
-    trainer.args = replace(trainer.args, use_cpu=False)
-    trainer.create_accelerator_and_postprocess()
-    trainer.create_optimizer()
-    trainer.model_wrapped, trainer.optimizer = trainer.accelerator.prepare(
-        trainer.model, trainer.optimizer
-    )
-    before, held = digest(trainer.model), torch.cuda.memory_allocated(device)
-    with DryRun(trainer, MemoryMeter(Process.alone(device)), steps_optimizer=True) as dry_run:
+    trainer.engine.model.to(device)
+    trainer.engine.args = replace(trainer.engine.args, use_cpu=False)
+    trainer.engine.accelerator = create_accelerator(trainer.engine.model, trainer.engine.args)
+    trainer.engine.prepare(steps=1)
+    before, held = digest(trainer.engine.model), torch.cuda.memory_allocated(device)
+    trainer.memory = MemoryMeter(Process.alone(device))
+    with DryRun(trainer, steps_optimizer=True) as dry_run:
         point = dry_run.measure(Layout(2, 2, 1, LONGEST))
         assert min(point.phases.values()) > held
         torch.cuda.set_per_process_memory_fraction(
@@ -213,5 +213,5 @@ def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(base, plan_run, b
             assert dry_run.measure(Layout(8, 2, 1, LONGEST)) is None
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
-    assert digest(trainer.model) == before and not trainer.optimizer.optimizer.state
+    assert digest(trainer.engine.model) == before and not trainer.engine.optimizer.optimizer.state
     assert torch.cuda.memory_allocated(device) <= held + 2**26  # cuBLAS keeps its workspaces

@@ -7,22 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from test_packed_training import MAX_SEQ_LEN, QUIET, SEED, VOCABULARY, documents
+from test_packed_training import MAX_SEQ_LEN, QUIET, SEED, VOCABULARY, documents, loop_of
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 from sft_play.config.schema import Config
-from sft_play.data.collate import PackCollator, PadCollator, TrainRows
+from sft_play.data.collate import PackCollator, PadCollator
 from sft_play.data.order import StepSampler, fullest_step
 from sft_play.models import lora
 from sft_play.models.fast.install import fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.loss.linear_cross_entropy import fused_linear_cross_entropy
 from sft_play.plan.step import Layout
 from sft_play.process import Process
-from sft_play.training.callbacks import EvalSpeedCallback, Throughput
-from sft_play.training.guards import GradientWatch, StepGuard
-from sft_play.training.memory import MemoryMeter
-from sft_play.training.step_log import StepLog
-from sft_play.training.trainer import SftTrainer
+from sft_play.training.loop import TrainingLoop
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
@@ -68,7 +64,7 @@ def watch(monkeypatch):
     torch.cuda.set_sync_debug_mode("default")
 
 
-def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> SftTrainer:
+def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> TrainingLoop:
     """Return the trainer of a two-layer model as in a run on a GPU, with 3 micro-batches a step."""
     config = Config.model_validate({"tuning": {"mode": mode}, "train": {"fast_path": fast}})
     samples = documents(160)
@@ -104,30 +100,22 @@ def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> 
     }
     arguments |= {"dataloader_pin_memory": True, "use_cpu": False}
     process = Process(0, 0, 1, GPU)
-    return SftTrainer(
-        model=model,
-        args=TrainingArguments(str(folder), **{**QUIET, **arguments}),
-        train_dataset=TrainRows(samples),
-        data_collator=PackCollator(0, MAX_SEQ_LEN, varlen=True)
-        if packed
-        else PadCollator(0, MAX_SEQ_LEN),
-        order=order,
-        evaluator=None,
-        step_log=StepLog(Throughput(process, EvalSpeedCallback()), MemoryMeter(process)),
-        guard=StepGuard(process),
-        gradients=GradientWatch(process),
-        stamp={},
-    )
+    args = TrainingArguments(str(folder), **{**QUIET, **arguments})
+    collator = PackCollator(0, MAX_SEQ_LEN, varlen=True)
+    if not packed:
+        collator = PadCollator(0, MAX_SEQ_LEN)
+    return loop_of(model, args, process, samples, collator, order)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_no_step_waits_for_the_gpu(tmp_path, watch, mode, packed):
     trainer = trainer_on_gpu(tmp_path, mode, packed)
-    assert {"attention", "loss"} <= fused_kernels_of(trainer.model).on.keys(), fused_kernels_of(
-        trainer.model
+    assert {"attention", "loss"} <= fused_kernels_of(trainer.engine.model).on.keys(), (
+        fused_kernels_of(trainer.engine.model)
     )
-    trainer.add_callback(watch)
+    trainer.events.add(watch)
+    trainer.start()
     trainer.train()
     assert trainer.state.global_step > TO and trainer.order.layout.micro_batches > 1
     assert watch.sites == []
@@ -140,7 +128,8 @@ def test_a_step_that_waits_is_seen(tmp_path, watch):
 
     trainer = trainer_on_gpu(tmp_path, "lora", packed=True)
     for callback in (watch, Reads()):
-        trainer.add_callback(callback)
+        trainer.events.add(callback)
+    trainer.start()
     trainer.train()
     assert len(watch.sites) == TO - FROM and all(
         site.startswith("test_gpu_stalls.py") for site in watch.sites

@@ -249,18 +249,18 @@ def rates(optimizer: torch.optim.Optimizer) -> dict[int, float]:
     return found
 
 
-def test_the_trainer_raises_the_rate_of_b_and_adds_noise(plan_run, build_trainer):
+def test_the_trainer_raises_the_rate_of_b_and_adds_noise(plan_run, build_loop):
     folder = plan_run({"tuning.lora.loraplus_lr_ratio": 4, "train.neftune_noise_alpha": 5})
-    trainer, _ = build_trainer(folder)
+    trainer, _ = build_loop(folder)
     of_b: set[float] = set()
     of_a: set[float] = set()
-    by_id = rates(trainer.create_optimizer())
-    for name, parameter in trainer.model.named_parameters():
+    by_id = rates(trainer.engine.create_optimizer())
+    for name, parameter in trainer.engine.model.named_parameters():
         if parameter.requires_grad:
             (of_b if "lora_B" in name else of_a).add(by_id[id(parameter)])
     assert (of_a, of_b) == ({0.01}, {0.04})
     ids = torch.arange(8, 24)[None]
-    model = trainer.model.train()
+    model = trainer.engine.model.train()
     assert not torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)
 
 

@@ -260,24 +260,24 @@ def test_the_bases_own_stops_are_kept_behind_the_trained_one(prepared_rows):
     assert trained_stops(rows, tok, (answered,)) == [stop], "an answer would be cut there"
 
 
-def test_a_run_stops_where_its_base_does_too(taught_base, plan_run, build_trainer, tmp_path):
+def test_a_run_stops_where_its_base_does_too(taught_base, plan_run, build_loop, tmp_path):
     folder = shutil.copytree(taught_base, tmp_path / "base")
     path = folder / "generation_config.json"
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "eos_token_id": [facts["eos_token_id"], 4]}))
-    trainer, _ = build_trainer(plan_run({"model.name": folder, "train.max_steps": 1}))
+    trainer, _ = build_loop(plan_run({"model.name": folder, "train.max_steps": 1}))
     stop = facts["eos_token_id"]
     assert trainer.evaluator.generator.stops == sorted({stop, 4})
     staged = tmp_path / "staged"
     stops = trained_stops(
-        trainer.train_dataset.samples, trainer.processing_class, stops_of(trainer.model)
+        trainer.rows.samples, trainer.engine.tokenizer, stops_of(trainer.engine.model)
     )
-    write_stops(staged, stops, trainer.processing_class, trainer.model)
+    write_stops(staged, stops, trainer.engine.tokenizer, trainer.engine.model)
     assert read_stops(staged) == (stop, 4)
 
 
 def test_what_is_scored_stops_where_what_is_saved_does(
-    taught_base, plan_run, build_trainer, prepared_rows, tmp_path
+    taught_base, plan_run, build_loop, prepared_rows, tmp_path
 ):
     """A stop of the base that answers of the training rows hold, and no validation row does."""
 
@@ -289,5 +289,5 @@ def test_what_is_scored_stops_where_what_is_saved_does(
     path = folder / "generation_config.json"
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, "eos_token_id": [facts["eos_token_id"], inside]}))
-    trainer, _ = build_trainer(plan_run({"model.name": folder, "train.max_steps": 1}))
+    trainer, _ = build_loop(plan_run({"model.name": folder, "train.max_steps": 1}))
     assert trainer.evaluator.generator.stops == [facts["eos_token_id"]]

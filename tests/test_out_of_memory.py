@@ -29,8 +29,8 @@ from sft_play.plan.launch import free_port
 from sft_play.plan.next_command import after_out_of_memory, smaller_settings
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun
 from sft_play.runs import stamp
+from sft_play.training.loop import TrainingLoop
 from sft_play.training.out_of_memory import ASKED, FREE, parse_bytes
-from sft_play.training.trainer import SftTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONPATH = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -205,7 +205,7 @@ def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoin
             **saves,
         }
     )
-    real = SftTrainer.compute_loss
+    real = TrainingLoop.compute_loss
 
     def fail_in_step_4(self, *arguments, **options):
         if self.state.global_step == 3:
@@ -213,7 +213,7 @@ def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoin
         return real(self, *arguments, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(SftTrainer, "compute_loss", fail_in_step_4)
+        patched.setattr(TrainingLoop, "compute_loss", fail_in_step_4)
         assert run_worker(folder) == ExitClass.OUT_OF_MEMORY
     report = run_json(folder)
     found = report["out_of_memory"]

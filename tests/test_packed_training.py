@@ -20,27 +20,34 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
     TrainingArguments,
+    set_seed,
 )
 
+from sft_play.config.schema import Config
 from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler, fullest_step
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.store import Sample
 from sft_play.errors import ConfigError
 from sft_play.models import bnb
 from sft_play.models.losses import summed_nll
 from sft_play.plan.step import Layout
 from sft_play.process import Process
 from sft_play.training import runtime
+from sft_play.training.batches import StepLoss
+from sft_play.training.best import LossWatch
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+from sft_play.training.engine import Engine
+from sft_play.training.events import Events
 from sft_play.training.guards import GradientWatch, StepGuard
 from sft_play.training.isolation import (
     CrossDocumentEffect,
     check_cross_document,
     measure_cross_document,
 )
+from sft_play.training.loop import TrainingLoop
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.step_log import StepLog
-from sft_play.training.trainer import SftTrainer
 
 VOCABULARY, MAX_SEQ_LEN, SEED = 97, 64, 3
 CPU = torch.device("cpu")
@@ -390,7 +397,7 @@ def trainer_of(
     tokenizer: Any = None,
     model: Any = None,
     **arguments: Any,
-) -> SftTrainer:
+) -> TrainingLoop:
     """The trainer of a model, a new one where none is given."""
     samples = documents(SAMPLES)
     order = order_of(samples, packed, batch, world=process.world_size, epochs=EPOCHS)
@@ -398,30 +405,51 @@ def trainer_of(
         "per_device_train_batch_size": order.layout.batch_size,
         "gradient_accumulation_steps": order.layout.micro_batches,
     }
-    return SftTrainer(
-        model=model or llama(is_lora=True),
-        args=TrainingArguments(str(output_dir), **{**QUIET, **RUN, **cut, **arguments}),
-        processing_class=tokenizer,
-        train_dataset=TrainRows(samples),
-        data_collator=collator_of(packed),
+    args = TrainingArguments(str(output_dir), **{**QUIET, **RUN, **cut, **arguments})
+    model = model or llama(is_lora=True)
+    return loop_of(model, args, process, samples, collator_of(packed), order, tokenizer)
+
+
+def loop_of(
+    model: Any,
+    args: TrainingArguments,
+    process: Process,
+    samples: list[Sample],
+    collator: Any,
+    order: StepSampler,
+    tokenizer: Any = None,
+) -> TrainingLoop:
+    """A loop that evaluates nothing."""
+    set_seed(args.seed)
+    return TrainingLoop(
+        engine=Engine(model, args, process, Config(), tokenizer),
+        loss=StepLoss(model),
+        rows=TrainRows(samples),
+        collator=collator,
         order=order,
-        evaluator=None,  # nothing is evaluated
+        evaluator=None,
         step_log=StepLog(Throughput(process, EvalSpeedCallback()), MemoryMeter(process)),
         guard=StepGuard(process),
         gradients=GradientWatch(process),
+        loss_watch=LossWatch(model.config.vocab_size, args.learning_rate),
+        events=Events(args, model, tokenizer),
         stamp={},
     )
 
 
-def losses_of(trainer: SftTrainer, resume: Path | None = None) -> list[float]:
-    """Train, and return the losses of all steps."""
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+def losses_of(
+    trainer: TrainingLoop, resume: Path | None = None, prepare: Callable[[], object] = bool
+) -> list[float]:
+    """Train, and return the losses of all steps; `prepare()` comes before the first one."""
+    trainer.start(resume)
+    prepare()
+    trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def test_a_stamp_has_the_types_that_were_loaded(tmp_path):
     trainer = trainer_of(tmp_path, 2, packed=False)
-    trainer.model.to(torch.bfloat16)  # as DeepSpeed casts a model when training begins
+    trainer.engine.model.to(torch.bfloat16)  # as DeepSpeed casts a model when training begins
     assert trainer.stamp["dtypes"] == {"trained": ["float32"], "frozen": ["float32"]}
 
 
@@ -448,7 +476,7 @@ def test_runs_have_the_same_losses_packed_and_padded(tmp_path, curve, batch, pac
     assert int(trainer.throughput.tokens) == EPOCHS * sum(
         len(sample.ids) for sample in documents(SAMPLES)
     ), "neither padding nor fillers"
-    assert trainer.model.config.use_cache is False
+    assert trainer.engine.model.config.use_cache is False
 
 
 def test_a_resumed_packed_run_goes_on_with_the_samples_that_were_left(tmp_path, curve, tokenizer):
@@ -479,9 +507,9 @@ def train_one_rank(folder: Path, packed: bool) -> None:
         ddp_find_unused_parameters=False,
     )
     losses = losses_of(trainer)
-    assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+    assert type(trainer.engine.wrapped).__name__ == "DistributedDataParallel"
     if packed:
-        check_cross_document(trainer.model_wrapped, trainer.data_collator, VOCABULARY, CPU)
+        check_cross_document(trainer.engine.wrapped, trainer.collator, VOCABULARY, CPU)
     torch.save((losses, int(trainer.throughput.tokens)), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 

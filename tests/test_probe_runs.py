@@ -100,46 +100,45 @@ def test_a_resumed_run_is_probed_without_its_optimizer(plan_run, run_worker):
 
 
 @pytest.fixture
-def trainer(plan_run, build_trainer):
-    trainer, _ = build_trainer(plan_run({"tuning.mode": "full", "train.weight_decay": 0.1}))
-    trainer.create_optimizer()
-    trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
-    trainer.model_wrapped = trainer.model
+def trainer(plan_run, build_loop):
+    trainer, _ = build_loop(plan_run({"tuning.mode": "full", "train.weight_decay": 0.1}))
+    trainer.engine.prepare(steps=1)
     return trainer
 
 
 def test_a_rehearsal_leaves_nothing_behind(trainer):
     with torch.no_grad():
-        first = next(trainer.model.parameters())
+        first = next(trainer.engine.model.parameters())
         first.view(-1)[::3] = -0.0  # a negative zero survives as itself
-    before, random = digest(trainer.model), torch.get_rng_state()
+    before, random = digest(trainer.engine.model), torch.get_rng_state()
     optimizer, modes = (
-        trainer.optimizer.optimizer,
-        [module.training for module in trainer.model.modules()],
+        trainer.engine.optimizer.optimizer,
+        [module.training for module in trainer.engine.model.modules()],
     )
     groups = [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-    with DryRun(trainer, FakeGpu(9), steps_optimizer=True) as dry_run:
+    trainer.memory = FakeGpu(9)
+    with DryRun(trainer, steps_optimizer=True) as dry_run:
         point = dry_run.measure(Layout(2, 2, 1, 64))
         assert point.tokens == 2 * 64
-    assert digest(trainer.model) == before and torch.equal(torch.get_rng_state(), random)
+    assert digest(trainer.engine.model) == before and torch.equal(torch.get_rng_state(), random)
     assert not optimizer.state and all(
-        parameter.grad is None for parameter in trainer.model.parameters()
+        parameter.grad is None for parameter in trainer.engine.model.parameters()
     )
     assert groups == [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
     assert (
-        modes == [module.training for module in trainer.model.modules()]
-        and trainer.accelerator.sync_gradients
+        modes == [module.training for module in trainer.engine.model.modules()]
+        and trainer.engine.accelerator.sync_gradients
     )
 
 
 def test_a_weight_that_changed_is_an_error(trainer):
-    changing = DryRun(trainer, FakeGpu(9), steps_optimizer=True)
+    changing = DryRun(trainer, steps_optimizer=True)
     with (
         pytest.raises(
             EnvironmentFault,
@@ -148,22 +147,23 @@ def test_a_weight_that_changed_is_an_error(trainer):
         changing,
         torch.no_grad(),
     ):
-        trainer.model.get_input_embeddings().weight[0, 0] += 1e-7
+        trainer.engine.model.get_input_embeddings().weight[0, 0] += 1e-7
 
 
 def test_out_of_memory_within_a_rehearsal_leaves_nothing_behind_either(trainer):
-    gpu, before = FakeGpu(0.6), digest(trainer.model)
+    gpu, before = FakeGpu(0.6), digest(trainer.engine.model)
+    trainer.memory = gpu
     handle = gpu.count_forward_passes()
     try:
-        with DryRun(trainer, gpu, steps_optimizer=True) as dry_run:
+        with DryRun(trainer, steps_optimizer=True) as dry_run:
             assert dry_run.measure(Layout(1, 2, 1, 32)) is not None
             assert dry_run.measure(Layout(1, 2, 1, 256)) is None
     finally:
         handle.remove()
     assert (
         gpu.failures == 1
-        and digest(trainer.model) == before
-        and not trainer.optimizer.optimizer.state
+        and digest(trainer.engine.model) == before
+        and not trainer.engine.optimizer.optimizer.state
     )
 
 
@@ -181,8 +181,8 @@ def test_rotary_embeddings_that_grow_with_what_they_see_shrink_again(trainer, mo
     model = LlamaForCausalLM(shape)
     was = model.model.rotary_emb.inv_freq.clone()
     ids = torch.arange(64)[None]
-    monkeypatch.setattr(trainer, "model_wrapped", model)
-    with DryRun(trainer, FakeGpu(9), steps_optimizer=False):
+    monkeypatch.setattr(trainer.engine, "wrapped", model)
+    with DryRun(trainer, steps_optimizer=False):
         model(ids)
         assert (
             not torch.equal(model.model.rotary_emb.inv_freq, was)

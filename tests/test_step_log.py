@@ -47,11 +47,11 @@ def test_speed_counts_from_the_end_of_the_first_step_on():
     model = torch.nn.Linear(1, 1)
     throughput.add([8, 8], labelled=8)
     throughput.on_step_end(None, None, None)
-    assert log.collect(1, model) == {}
+    assert log.collect(1, model).speed == {}
     throughput.add([10, 20], labelled=8)
     throughput.add([30], labelled=8)
     time.sleep(0.01)
-    speed = log.collect(3, model)
+    speed = log.collect(3, model).speed
     seconds = speed["step_seconds"] * 2
     assert seconds >= 0.01
     assert speed["tokens_per_second"] == pytest.approx(60 / seconds)

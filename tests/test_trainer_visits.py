@@ -30,8 +30,9 @@ def test_modules_are_visited_once_an_epoch(tmp_path: Path, monkeypatch: Any) -> 
         return visit(self, *args, **kwargs)
 
     trainer = trainer_of(tmp_path, 2, packed=False)
-    trainer.add_callback(AfterStep(lambda: after_steps.append(visited)))
+    trainer.events.add(AfterStep(lambda: after_steps.append(visited)))
     monkeypatch.setattr(torch.nn.Module, "named_modules", counted)
+    trainer.start()
     trainer.train()
     assert len(after_steps) == 6 and after_steps[0] > 0
     in_steps = [late - early for early, late in itertools.pairwise(after_steps)]
@@ -41,20 +42,24 @@ def test_modules_are_visited_once_an_epoch(tmp_path: Path, monkeypatch: Any) -> 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_loaded_model_and_one_after_an_evaluation_train(tmp_path: Path, packed: bool) -> None:
     trainer = trainer_of(tmp_path, 2, packed)
-    trainer.model.eval()
-    trainer.model.training = True  # as PEFT's wrapper is, around a model that transformers loaded
+    trainer.engine.model.eval()
+    trainer.engine.model.training = (
+        True  # as PEFT's wrapper is, around a model that transformers loaded
+    )
     modes: list[bool] = []
 
     def note_modes(*_: Any) -> None:
-        modes.extend(module.training for module in trainer.model.modules())
+        modes.extend(module.training for module in trainer.engine.model.modules())
 
-    trainer.model.get_base_model().register_forward_pre_hook(note_modes)
-    trainer.add_callback(AfterStep(trainer.model.eval))
+    trainer.engine.model.get_base_model().register_forward_pre_hook(note_modes)
+    trainer.events.add(AfterStep(trainer.engine.model.eval))
+    trainer.start()
     trainer.train()
     assert modes and all(modes)
 
 
 def test_gradients_are_dropped_after_each_step(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, 2, packed=False)
+    trainer.start()
     trainer.train()
-    assert all(parameter.grad is None for parameter in trainer.model.parameters())
+    assert all(parameter.grad is None for parameter in trainer.engine.model.parameters())

@@ -25,29 +25,27 @@ EPOCHS = {
 }  # 10 rows, 4 a step: 3 steps an epoch, the last of 2 rows and 2 fillers
 
 
-def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(
-    plan_run, build_trainer
-):
-    trainer, data = build_trainer(plan_run({}))
-    collate, rows = trainer.data_collator, [trainer.train_dataset[i] for i in range(6)]
+def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(plan_run, build_loop):
+    trainer, data = build_loop(plan_run({}))
+    collate, rows = trainer.collator, [trainer.rows[i] for i in range(6)]
     counts = [data.train[i].trained_tokens for i in range(6)]
     assert len(set(counts)) == 6
     labelled = sum(counts)
 
     def gradients(cuts):
-        trainer.model.zero_grad()
+        trainer.engine.model.zero_grad()
         for part in cuts:
             batch = collate(part)
             labels = batch.pop("labels")
-            (summed_nll(trainer.model(**batch).logits, labels) / labelled).backward()
+            (summed_nll(trainer.engine.model(**batch).logits, labels) / labelled).backward()
         return [
             parameter.grad.clone()
-            for parameter in trainer.model.parameters()
+            for parameter in trainer.engine.model.parameters()
             if parameter.grad is not None
         ]
 
     torch.nn.init.normal_(
-        next(p for n, p in trainer.model.named_parameters() if "lora_B" in n), std=0.1
+        next(p for n, p in trainer.engine.model.named_parameters() if "lora_B" in n), std=0.1
     )
     whole, cut = gradients([rows]), gradients([rows[:1], rows[1:3], rows[3:]])
     largest = max(gradient.abs().max() for gradient in whole)
@@ -57,10 +55,10 @@ def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(
 
 
 def test_the_logged_loss_is_the_mean_over_the_labelled_tokens_of_the_step(
-    plan_run, run_worker, build_trainer, losses_of
+    plan_run, run_worker, build_loop, losses_of
 ):
     folder = plan_run({"train.max_steps": 1})
-    trainer, data = build_trainer(folder)
+    trainer, data = build_loop(folder)
     rows = [
         index
         for batch in list(trainer.order)[: trainer.order.layout.micro_batches]
@@ -68,11 +66,11 @@ def test_the_logged_loss_is_the_mean_over_the_labelled_tokens_of_the_step(
         for index in sequence
     ]
     nats = tokens = 0
-    trainer.model.eval()
+    trainer.engine.model.eval()
     for row in (data.train[index] for index in rows):
         with torch.no_grad():
             scores = (
-                trainer.model(input_ids=torch.tensor(row.ids[None]))
+                trainer.engine.model(input_ids=torch.tensor(row.ids[None]))
                 .logits[0]
                 .double()
                 .log_softmax(-1)

@@ -117,9 +117,9 @@ def test_a_best_checkpoint_that_is_damaged_is_named_and_the_last_weights_are_sav
     asked = worsened.read_config().train
     take = worker.take_best
 
-    def damaged(trainer, train):
-        flip(Path(trainer.args.output_dir) / "checkpoint-1" / "adapter_model.safetensors")
-        return take(trainer, train)
+    def damaged(engine, state, train):
+        flip(Path(engine.args.output_dir) / "checkpoint-1" / "adapter_model.safetensors")
+        return take(engine, state, train)
 
     monkeypatch.setattr(worker, "take_best", damaged)
     names = ("eval_strategy", "eval_steps", "save_strategy", "save_steps", "max_steps")
@@ -141,7 +141,7 @@ def timed():
     """Return evaluations with a budget of a tenth, their clock, and how a step of training ends."""
     speed = EvalSpeedCallback(budget=0.1)
     now = [1000.0]
-    speed.in_training.clock = lambda: now[0]
+    speed.clock = lambda: now[0]
     state = TrainerState(global_step=5, max_steps=100)
 
     def evaluate_after(seconds, evaluation):
@@ -152,7 +152,7 @@ def timed():
         speed.on_step_end(None, state, control)
         if control.should_evaluate:
             now[0] += evaluation
-            speed.in_training.add(evaluation)
+            speed.add(evaluation)
         return control.should_evaluate
 
     return speed, state, evaluate_after
@@ -165,7 +165,7 @@ def test_evaluations_beyond_their_share_are_left_out_and_said(timed, caplog):
     assert [evaluate_after(100, 50) for _ in range(8)] == [False] * 7 + [True]
     assert "the evaluation at step 5 is left out: 1 evaluations took 50.0 s" in caplog.text
     assert "TRAIN_EVAL_TIME_BUDGET=null leaves none out" in caplog.text
-    assert speed.in_training.share == pytest.approx(0.1)
+    assert ", 10.0% of the time in training" in speed.describe()
     state.global_step = state.max_steps
     assert evaluate_after(1, 50), "the last step is evaluated in any case"
     speed.on_train_end(None, state, None)

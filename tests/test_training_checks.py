@@ -9,19 +9,21 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.errors import CheckpointError, DivergedError, EnvironmentFault
 from sft_play.training import checks, saved_weights
+from sft_play.training.checkpoints import write_weights
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_weights_that_came_back_as_they_were_saved_pass_and_others_do_not(
-    plan_run, mode, tmp_path, build_trainer
+    plan_run, mode, tmp_path, build_loop
 ):
-    trainer, _ = build_trainer(plan_run({"tuning.mode": mode}))
+    trainer, _ = build_loop(plan_run({"tuning.mode": mode}))
+    trainer.start()
     trainer.train()
-    trainer.save_model(str(tmp_path))
+    write_weights(trainer.engine, tmp_path)
     checked = (
         saved_weights.check_saved_model if mode == "full" else saved_weights.check_saved_adapter
     )
-    trained = saved_weights.trained_tensors(trainer.model, 0)
+    trained = saved_weights.trained_tensors(trainer.engine.model, 0)
     checked(tmp_path, trained)
     file = tmp_path / ("model.safetensors" if mode == "full" else "adapter_model.safetensors")
     good = load_file(file)
@@ -51,25 +53,28 @@ def test_weights_that_came_back_as_they_were_saved_pass_and_others_do_not(
         checked(tmp_path, trained)
 
 
-def test_an_adapter_that_lacks_a_tensor_is_refused(plan_run, tmp_path, build_trainer):
-    trainer, _ = build_trainer(plan_run({}))
+def test_an_adapter_that_lacks_a_tensor_is_refused(plan_run, tmp_path, build_loop):
+    trainer, _ = build_loop(plan_run({}))
+    trainer.start()
     trainer.train()
-    trainer.save_model(str(tmp_path))
+    write_weights(trainer.engine, tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     save_file(dict(sorted(tensors.items())[1:]), tmp_path / "adapter_model.safetensors")
     with pytest.raises(
         CheckpointError,
         match=f"{len(tensors) - 1} tensors were saved and {len(tensors)} were trained",
     ):
-        saved_weights.check_saved_adapter(tmp_path, saved_weights.trained_tensors(trainer.model, 0))
+        saved_weights.check_saved_adapter(
+            tmp_path, saved_weights.trained_tensors(trainer.engine.model, 0)
+        )
 
 
 def test_an_adapter_that_never_moved_is_refused_unless_the_run_was_stopped(
-    plan_run, tmp_path, build_trainer
+    plan_run, tmp_path, build_loop
 ):
-    trainer, _ = build_trainer(plan_run({}))
-    trainer.save_model(str(tmp_path))
-    trained = saved_weights.trained_tensors(trainer.model, 0)
+    trainer, _ = build_loop(plan_run({}))
+    write_weights(trainer.engine, tmp_path)
+    trained = saved_weights.trained_tensors(trainer.engine.model, 0)
     saved_weights.check_saved_adapter(tmp_path, trained, is_complete=False)
     with pytest.raises(DivergedError, match="as it was initialized, so nothing was learned"):
         saved_weights.check_saved_adapter(tmp_path, trained)

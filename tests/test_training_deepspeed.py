@@ -17,7 +17,7 @@ from sft_play.errors import EnvironmentFault
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import deepspeed_start
-from sft_play.training.deepspeed_start import compile_cpu_adam, free_lock, free_locks, holders
+from sft_play.training.deepspeed_start import compile_cpu_adam, free_lock, free_locks
 
 HOLD = "import sys, time; held = open(sys.argv[1]); print('held', flush=True); time.sleep(60)"
 STEPS = {"train.max_steps": 4, "train.batch_size": 2, "train.predict_with_generate": False}
@@ -41,13 +41,12 @@ def test_locks_that_nobody_holds_are_removed_with_a_word(tmp_path, caplog):
     assert caplog.text.count("was left by") == 2, "there is none"
 
 
-def test_a_lock_that_is_held_stays_and_its_holder_is_named(lock, caplog):
+def test_a_lock_that_is_held_stays(lock, caplog):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, lock], stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"held\n"
-        assert list(holders(lock)) == [holder.pid]
         free_lock(lock)
-        assert lock.exists() and f"process {holder.pid} compiles" in caplog.text
+        assert lock.exists() and f"rm {lock}" in caplog.text
     finally:
         holder.kill()
         holder.wait()
@@ -74,7 +73,7 @@ def test_a_lock_that_is_held_in_another_container_stays(lock, caplog):
             assert lock.exists()
         said = container.communicate("\n", timeout=60)[1]
     while_held, left = said.splitlines()
-    assert "another user, container or machine compiles" in while_held
+    assert "another process, container or machine compiles" in while_held
     assert "was left by a run" in left and not lock.exists()
 
 
@@ -118,7 +117,7 @@ def compile_in(folder: Path) -> None:
     finish = worker.finish
 
     def say(recorder, trainer, stopped):
-        optimizer = trainer.optimizer
+        optimizer = trainer.engine.optimizer
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         print(f"optimizer {type(optimizer).__name__}")

@@ -14,23 +14,23 @@ from safetensors.torch import load_file, save_file
 from sft_play.errors import DivergedError, ExitClass
 from sft_play.monitor.watch import run_table
 from sft_play.training.best import LossWatch
-from sft_play.training.trainer import SftTrainer
+from sft_play.training.loop import TrainingLoop
 
 
 def seen(losses: list[float], before: float = math.inf, steps: int = 5) -> LossWatch:
     """Return a watch that has seen a loss each so many steps."""
     watch = LossWatch(32_000, learning_rate=1e-3)
-    watch.begin(before)
+    watch.start(before)
     for number, loss in enumerate(losses, start=1):
-        watch.see(number * steps, loss)
+        watch.record(number * steps, loss)
     return watch
 
 
 def test_a_loss_before_training_that_is_a_guess_is_said():
     watch = LossWatch(32_000, learning_rate=1e-3)
-    assert watch.begin(10.3) is None
+    assert watch.start(10.3) is None
     watch = LossWatch(32_000, learning_rate=1e-3)
-    assert "loss=10.4 before training is no better than a uniform guess" in watch.begin(10.4)
+    assert "loss=10.4 before training is no better than a uniform guess" in watch.start(10.4)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_loss_before_training_that_is_a_guess_is_said():
 )
 def test_losses_that_are_no_divergence(losses):
     watch = seen(losses, before=10.4)
-    watch.conclude(25)  # raises nothing
+    watch.finalize(25)  # raises nothing
     assert watch.lowest == min(10.4, *losses)
 
 
@@ -71,9 +71,9 @@ def test_a_loss_that_stays_at_a_guess_has_diverged_and_says_since_when(losses, w
 def test_a_run_that_ends_with_a_guess_has_diverged(losses, before, after, words):
     watch = seen(losses, before)
     if after is not None:
-        watch.conclude(10, after=3.0)
+        watch.finalize(10, after=3.0)
     with pytest.raises(DivergedError, match=words):
-        watch.conclude(10, after) if after else watch.conclude(10)
+        watch.finalize(10, after) if after else watch.finalize(10)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_random_weights_that_end_near_a_guess_have_learned_where_held_out_rows_s
     losses, after
 ):
     watch = seen(losses, before=12.6)
-    watch.conclude(10, after)  # raises nothing
+    watch.finalize(10, after)  # raises nothing
     with pytest.raises(DivergedError, match="at the end, step 10"):
-        watch.conclude(10, after=12.7)
+        watch.finalize(10, after=12.7)
 
 
 @pytest.mark.parametrize("steps, end", [(30, "since step"), (6, "at the end, step 6")])
@@ -153,15 +153,15 @@ def rate_jumps(monkeypatch):
     """From a step on the learning rate is 1, with which a model forgets all it knew."""
 
     def at(step):
-        compute = SftTrainer.compute_loss
+        compute = TrainingLoop.compute_loss
 
         def jumping(self, *arguments, **options):
             if self.state.global_step >= step:
-                for group in self.optimizer.param_groups:
+                for group in self.engine.optimizer.param_groups:
                     group["lr"] = 1
             return compute(self, *arguments, **options)
 
-        monkeypatch.setattr(SftTrainer, "compute_loss", jumping)
+        monkeypatch.setattr(TrainingLoop, "compute_loss", jumping)
 
     return at
 
@@ -205,24 +205,24 @@ def test_where_no_weights_were_scored_before_it_a_run_that_diverges_has_failed(
 
 def test_the_best_weights_of_a_diverged_run_are_published_only_where_they_are_better_than_before():
     watch = LossWatch(32_000, 1e-3, best_step=lambda: 5)
-    watch.begin(2.0)
+    watch.start(2.0)
     for step, loss in enumerate([1.9, 10.3, 10.4, 10.2], start=1):
-        watch.see(step * 5, loss)  # raises nothing
-    watch.conclude(20, after=1.9, is_best=True)
+        watch.record(step * 5, loss)  # raises nothing
+    watch.finalize(20, after=1.9, is_best=True)
     with pytest.raises(
         DivergedError, match=r"loss=2.1 on the held-out rows, where it was 2 before"
     ):
-        watch.conclude(20, after=2.1, is_best=True)
+        watch.finalize(20, after=2.1, is_best=True)
     with pytest.raises(DivergedError, match=r"loss=10.3 at the end, step 20"):
-        watch.conclude(20, after=10.3, is_best=True)
+        watch.finalize(20, after=10.3, is_best=True)
     with pytest.raises(DivergedError, match="since step 10"):
-        watch.conclude(20, after=1.9, is_best=False)  # its checkpoint is gone
+        watch.finalize(20, after=1.9, is_best=False)  # its checkpoint is gone
 
 
 def test_a_loss_that_is_nan_after_the_best_weights_ends_training_and_they_are_published(
     plan_run, run_worker, monkeypatch
 ):
-    monkeypatch.setattr(SftTrainer, "compute_loss", SftTrainer.compute_loss)
+    monkeypatch.setattr(TrainingLoop, "compute_loss", TrainingLoop.compute_loss)
     poison({6})
     folder = plan_run(BEST)
     assert run_worker(folder) == 0, run_json(folder)["cause"]

@@ -19,8 +19,8 @@ from sft_play.models.load import load_model
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
+from sft_play.training.loop import TrainingLoop
 from sft_play.training.memory import MemoryMeter, Peaks, components
-from sft_play.training.trainer import SftTrainer
 
 CPU = torch.device("cpu")
 ALONE = Process(0, 0, 1, CPU)
@@ -39,7 +39,7 @@ class Noted(MemoryMeter):
 
 
 def test_a_step_goes_through_its_phases_and_evaluations_and_saves_are_their_own(
-    plan_run, build_trainer
+    plan_run, build_loop
 ):
     settings = {
         "train.max_steps": 2,
@@ -49,10 +49,11 @@ def test_a_step_goes_through_its_phases_and_evaluations_and_saves_are_their_own(
         "train.eval_strategy": "steps",
         "train.eval_steps": 2,
     }
-    trainer, _ = build_trainer(plan_run(settings))
+    trainer, _ = build_loop(plan_run(settings))
     trainer.memory = Noted()
-    trainer.create_optimizer()
-    trainer.memory.watch_optimizer(trainer.optimizer)
+    trainer.engine.create_optimizer()
+    trainer.memory.watch_optimizer(trainer.engine.optimizer)
+    trainer.start()
     trainer.train()
     step = ["forward", "backward", "forward", "backward", "optimizer", None]
     assert trainer.memory.entered == [*step, *step, "evaluation", None, "save", None]
@@ -174,8 +175,8 @@ def be_one_rank(folder: Path) -> None:
         def phase_peaks(self):
             return {"forward": 10 + rank, **({"save": 7} if rank == 0 else {})}
 
-        def reserved_peak_bytes(self):
-            return 10**12 - rank
+        def _reserved_peaks(self):
+            return [10**12 - rank]
 
     memory = Planted(Process(rank, rank, 2, CPU))
     torch.save(vars(memory.peaks_over_ranks(PHASES)), folder / f"{rank}.pt")
@@ -196,7 +197,7 @@ def note_phases(folder: Path) -> None:
     """Make a rank write down its phases, and the bytes that it holds in its second step."""
     entered: list[str | None] = []
     enter = MemoryMeter.enter
-    build = SftTrainer.__init__
+    build = TrainingLoop.__init__
 
     def keep_trainer(self, *arguments, **options):
         build(self, *arguments, **options)
@@ -209,10 +210,12 @@ def note_phases(folder: Path) -> None:
         file = folder / f"held-{self.process.rank}.json"
         is_first = phase == "optimizer" and not file.exists()
         if is_first and self.trainer.state.global_step == 1:  # now it has a state
-            held = components(self.trainer.model, self.trainer.optimizer, self.process.device)
+            held = components(
+                self.trainer.engine.model, self.trainer.engine.optimizer, self.process.device
+            )
             file.write_text(json.dumps(held))
 
-    SftTrainer.__init__ = keep_trainer
+    TrainingLoop.__init__ = keep_trainer
     MemoryMeter.enter = note
 
 

@@ -11,8 +11,8 @@ from run_files import run_json
 from safetensors.torch import load_file
 
 from sft_play.errors import ExitClass
-from sft_play.training.guards import spread
-from sft_play.training.trainer import SftTrainer
+from sft_play.training.batches import spread
+from sft_play.training.loop import TrainingLoop
 
 SKIP = {"train.on_nonfinite": "skip", "train.max_steps": 5}
 EVERY_STEP = {"train.save_strategy": "steps", "train.save_steps": 1, "train.save_total_limit": None}
@@ -21,7 +21,7 @@ EVERY_STEP = {"train.save_strategy": "steps", "train.save_steps": 1, "train.save
 @pytest.fixture
 def poisoned(monkeypatch):
     """A function that poisons the losses of some steps until the test ends."""
-    monkeypatch.setattr(SftTrainer, "compute_loss", SftTrainer.compute_loss)
+    monkeypatch.setattr(TrainingLoop, "compute_loss", TrainingLoop.compute_loss)
     return poison
 
 
@@ -115,9 +115,9 @@ def test_skipped_steps_count_across_a_resumed_run(plan_run, run_worker, poisoned
     assert "at step 3: 3 steps were not finite" in run_json(resumed)["cause"]
 
 
-def test_the_rows_that_are_named_are_those_of_the_micro_batch(plan_run, build_trainer):
+def test_the_rows_that_are_named_are_those_of_the_micro_batch(plan_run, build_loop):
     folder = plan_run({"train.max_steps": None, "train.epochs": 2})
-    trainer, data = build_trainer(folder)
+    trainer, data = build_loop(folder)
     for epoch in (0, 1):
         trainer.order.set_epoch(epoch)
         for number, batch in enumerate(trainer.order):

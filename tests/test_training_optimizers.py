@@ -101,12 +101,12 @@ def test_the_best_checkpoint_of_muon_is_scored_and_saved(plan_run, run_worker):
     assert largest_difference(weights(folder), kept) == 0
 
 
-def test_muon_steps_the_matrices_of_layers_and_adamw_all_else(plan_run, build_trainer):
-    trainer, _ = build_trainer(plan_run({**FULL, "train.optim": "muon"}))
-    groups = trainer.create_optimizer().param_groups
+def test_muon_steps_the_matrices_of_layers_and_adamw_all_else(plan_run, build_loop):
+    trainer, _ = build_loop(plan_run({**FULL, "train.optim": "muon"}))
+    groups = trainer.engine.create_optimizer().param_groups
     by_muon = {id(each) for group in groups if "momentum" in group for each in group["params"]}
-    assert by_muon == set(map(id, hidden_matrices(trainer.model)))
-    for name, parameter in trainer.model.named_parameters():
+    assert by_muon == set(map(id, hidden_matrices(trainer.engine.model)))
+    for name, parameter in trainer.engine.model.named_parameters():
         is_matrix = "_proj." in name and parameter.ndim == 2
         assert (id(parameter) in by_muon) == is_matrix, name
     decays = [(group["weight_decay"], len(group["params"])) for group in groups]
@@ -116,14 +116,14 @@ def test_muon_steps_the_matrices_of_layers_and_adamw_all_else(plan_run, build_tr
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("optim", sorted(OPTIMIZERS))
-def test_the_planned_state_is_that_of_trainers_optimizer(optim, mode, plan_run, build_trainer):
+def test_the_planned_state_is_that_of_trainers_optimizer(optim, mode, plan_run, build_loop):
     if (optim, mode) == ("muon", "lora"):
         pytest.skip("refused")
     settings = {"train.optim": optim, "tuning.mode": mode, "tuning.lora.r": 32}
     folder = plan_run({**settings, "train.fast_path": False})
-    trainer, _ = build_trainer(folder)
-    optimizer = trainer.create_optimizer()
-    trained = [each for each in trainer.model.parameters() if each.requires_grad]
+    trainer, _ = build_loop(folder)
+    optimizer = trainer.engine.create_optimizer()
+    trained = [each for each in trainer.engine.model.parameters() if each.requires_grad]
     for parameter in trained:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -25,7 +25,8 @@ from sft_play.data.order import steps
 from sft_play.models.losses import summed_nll
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trainer import SftTrainer
+from sft_play.training.engine import Engine, decays
+from sft_play.training.loop import TrainingLoop
 
 STEPS = 6  # of 4 rows; 10 rows: the third and the sixth have 2 rows and fillers
 RATE = 0.01
@@ -177,41 +178,41 @@ class TakenStep:
 
 
 def record_steps(patch: pytest.MonkeyPatch) -> list[TakenStep]:
-    """Make SftTrainer write down each step; return the list."""
+    """Make TrainingLoop write down each step; return the list."""
     taken: list[TakenStep] = []
-    clip, rate_of = SftTrainer.clip_gradients, SftTrainer._get_learning_rate
+    clip, rate_of = Engine.clip_gradients, Engine.learning_rate
 
-    def state(trainer, of_gradient):
-        named = [(name, p) for name, p in trainer.model.named_parameters() if p.requires_grad]
+    def state(engine, of_gradient):
+        named = [(name, p) for name, p in engine.model.named_parameters() if p.requires_grad]
         return {name: (p.grad if of_gradient else p).detach().clone() for name, p in named}
 
-    def clip_gradients(trainer):
-        taken.append(TakenStep(state(trainer, False), state(trainer, True)))
-        return clip(trainer)
+    def clip_gradients(engine):
+        taken.append(TakenStep(state(engine, False), state(engine, True)))
+        return clip(engine)
 
-    def learning_rate(trainer):
-        rate = rate_of(trainer)
+    def learning_rate(engine):
+        rate = rate_of.fget(engine)
         if taken and not taken[-1].after:
-            taken[-1].after, taken[-1].rate = state(trainer, False), rate
-            taken[-1].rates = [group["lr"] for group in trainer.optimizer.param_groups]
+            taken[-1].after, taken[-1].rate = state(engine, False), rate
+            taken[-1].rates = [group["lr"] for group in engine.optimizer.param_groups]
         return rate
 
-    patch.setattr(SftTrainer, "clip_gradients", clip_gradients)
-    patch.setattr(SftTrainer, "_get_learning_rate", learning_rate)
+    patch.setattr(Engine, "clip_gradients", clip_gradients)
+    patch.setattr(Engine, "learning_rate", property(learning_rate))
     return taken
 
 
 def save_steps(folder: Path) -> None:
     """Make a rank write its steps into the run's folder, and end."""
     taken = record_steps(pytest.MonkeyPatch())
-    train = SftTrainer.train
+    train = TrainingLoop.train
 
-    def train_and_end(trainer, **options):
-        train(trainer, **options)
+    def train_and_end(trainer, *arguments):
+        train(trainer, *arguments)
         torch.save(taken, folder / f"steps-{trainer.process.rank}.pt")
         os._exit(0)
 
-    SftTrainer.train = train_and_end
+    TrainingLoop.train = train_and_end
 
 
 @dataclass
@@ -219,7 +220,7 @@ class Workshop:
     """Plans and runs the steps of a schedule and an optimizer, and compares them."""
 
     plan_run: Callable[..., RunFolder]
-    build_trainer: Callable[..., Any]
+    build_loop: Callable[..., Any]
     base: Path
 
     def compare(self, pair: tuple[str, str], ranks: int) -> tuple[float, float, float]:
@@ -261,7 +262,8 @@ class Workshop:
     def taken_by_one(self, folder: RunFolder) -> list[TakenStep]:
         with pytest.MonkeyPatch.context() as patch:
             taken = record_steps(patch)
-            trainer, _ = self.build_trainer(folder)
+            trainer, _ = self.build_loop(folder)
+            trainer.start()
             trainer.train()
         return taken
 
@@ -319,9 +321,9 @@ def difference(
 
 
 @pytest.fixture
-def workshop(plan_run, build_trainer, base_of):
+def workshop(plan_run, build_loop, base_of):
     """Qwen2 has biases and norms; with these sizes its matrices have 4,096 numbers."""
-    return Workshop(plan_run, build_trainer, base_of("qwen2", "qlora"))
+    return Workshop(plan_run, build_loop, base_of("qwen2", "qlora"))
 
 
 def check(workshop: Workshop, pairs: list[tuple[str, str]], ranks: int) -> None:
@@ -349,11 +351,10 @@ def test_two_ranks_step_as_the_oracle(workshop):
 def test_weight_decay_leaves_out_norms_and_biases_of_every_type(model_type):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(model_type))
-    decayed = SftTrainer.get_decay_parameter_names(SftTrainer.__new__(SftTrainer), model)
     for name, _ in model.named_parameters():
         module, _, word = name.rpartition(".")
         is_norm = "norm" in type(model.get_submodule(module)).__name__.lower()
-        assert (name in decayed) != (is_norm or "bias" in word), name
+        assert decays(model, name) != (is_norm or "bias" in word), name
 
 
 @pytest.mark.long

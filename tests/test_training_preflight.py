@@ -146,7 +146,7 @@ def test_a_rank_that_is_not_answered_gives_up(plan_run):
 
 def facts(rank: int, free_gib: float | None = None, **changes) -> RankFacts:
     free = None if free_gib is None else int(free_gib * 2**30)
-    found = RankFacts(rank, f"host-{rank // 2}", rank // 2, "NVIDIA H200", free, 2**40, True, "a")
+    found = RankFacts(rank, f"host-{rank // 2}", rank // 2, "NVIDIA H200", free, 2**40, True)
     return replace(found, **changes)
 
 

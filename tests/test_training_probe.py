@@ -26,7 +26,8 @@ def fingerprint(planned: PlannedRun = PLANNED) -> str:
     process = Process.alone(torch.device("cpu"))
     context = RunContext(planned, RunFolder("run"), process, MemoryMeter(process))
     rows = SimpleNamespace(samples=())
-    trainer = SimpleNamespace(model=torch.nn.Linear(1, 1), train_dataset=rows)
+    engine = SimpleNamespace(model=torch.nn.Linear(1, 1))
+    trainer = SimpleNamespace(engine=engine, rows=rows)
     return Probe(context, trainer)._fingerprint()
 
 
@@ -67,7 +68,7 @@ def test_moments_that_deepspeed_creates_in_its_first_step_are_counted(stage):
     step, layout = planned.plan.step, planned.plan.layout
     process = Process.alone(torch.device("cpu"))
     context = RunContext(planned, RunFolder("run"), process, MemoryMeter(process))
-    probe = Probe(context, SimpleNamespace(is_deepspeed_enabled=True))
+    probe = Probe(context, SimpleNamespace(engine=SimpleNamespace(is_deepspeed=True)))
     assert probe._later_state_bytes() == 0, "without a GPU nothing was measured to correct"
     probe.memory = SimpleNamespace(is_exact=True)
     held = step_bytes(step, layout).peak.optimizer

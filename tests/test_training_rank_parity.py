@@ -36,26 +36,28 @@ def test_a_weight_that_is_another_on_one_rank_ends_the_run(plan_run):
 def save_last_state(folder: Path) -> None:
     """Make a rank save its parameters, its part of the optimizer and the rows that it trained."""
     from sft_play.training import worker
-    from sft_play.training.trainer import SftTrainer
+    from sft_play.training.loop import TrainingLoop
 
     finish = worker.finish
-    get_batch_samples = SftTrainer.get_batch_samples
+    fetch = TrainingLoop.fetch
     steps: list[list[str]] = []
 
     def note_rows(trainer, *arguments):
-        batches, labelled_tokens = get_batch_samples(trainer, *arguments)
+        batches = fetch(trainer, *arguments)
         steps.append([row for batch in batches for row in rows_with_loss(batch)])
-        return batches, labelled_tokens
+        return batches
 
     def save(recorder, trainer, stopped):
-        parameters = {name: value.detach() for name, value in trainer.model.named_parameters()}
-        optimizer = list(trainer.optimizer.state.values())
+        parameters = {
+            name: value.detach() for name, value in trainer.engine.model.named_parameters()
+        }
+        optimizer = list(trainer.engine.optimizer.state.values())
         state = {"parameters": parameters, "optimizer": optimizer, "steps": steps}
         torch.save(state, folder / f"state-{torch.distributed.get_rank()}.pt")
         finish(recorder, trainer, stopped)
 
     worker.finish = save
-    SftTrainer.get_batch_samples = note_rows
+    TrainingLoop.fetch = note_rows
 
 
 def rows_with_loss(batch: dict[str, torch.Tensor]) -> list[str]:

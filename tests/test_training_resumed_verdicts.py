@@ -36,7 +36,7 @@ def test_a_loss_diverges_at_the_same_step_after_resuming(stopped_at: int) -> Non
     assert whole > stopped_at
     resumed = LossWatch(VOCABULARY, 1e-3)
     resumed.replay([entry for entry in LOG if entry["step"] <= stopped_at])
-    resumed.begin(9.0)  # the score at the checkpoint
+    resumed.start(9.0)  # the score at the checkpoint
     assert resumed.before == 3.8
     assert step_of_end(resumed, [entry for entry in LOG if entry["step"] > stopped_at]) == whole
 
@@ -60,11 +60,10 @@ def test_an_adapter_without_a_gradient_ends_the_run_at_the_same_step() -> None:
     for watches in ([GradientWatch(ALONE)], [GradientWatch(ALONE), GradientWatch(ALONE)]):
         for step in range(WATCHED_STEPS):
             model.take_step()
-            state = SimpleNamespace(global_step=step, max_steps=100)
-            trainer = SimpleNamespace(model=model, state=state, is_deepspeed_enabled=False)
+            engine = SimpleNamespace(model=model, is_deepspeed=False)
             watch = watches[step * len(watches) // WATCHED_STEPS]  # the second after resuming
             try:
-                watch.look(trainer)
+                watch.record(engine, step + 1, 100)
             except DivergedError as error:
                 assert "unused" in str(error) and "used," not in str(error)
                 ended.append(step + 1)
@@ -73,10 +72,10 @@ def test_an_adapter_without_a_gradient_ends_the_run_at_the_same_step() -> None:
 
 def test_weights_that_moved_before_a_run_was_resumed_have_moved() -> None:
     model = nn.Linear(2, 2)
-    first = Movement(model)
-    assert not first.has_moved(ALONE)
+    first = Movement(model, ALONE)
+    assert not first.has_moved()
     model.weight.data += 1
-    assert first.has_moved(ALONE)
-    Movement(model, has_moved=True).check(ALONE, 1, 1e-3)
+    assert first.has_moved()
+    Movement(model, ALONE, has_moved=True).raise_if_unmoved(1, 1e-3)
     with pytest.raises(DivergedError, match="no weight has changed"):
-        Movement(model).check(ALONE, 1, 1e-3)
+        Movement(model, ALONE).raise_if_unmoved(1, 1e-3)

@@ -49,14 +49,15 @@ def logged_rates(folder) -> list[float]:
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize(("kind", "written", "options"), CASES)
 def test_each_step_has_the_rate_of_transformers(
-    kind, written, options, warmup, plan_run, build_trainer
+    kind, written, options, warmup, plan_run, build_loop
 ):
     settings = {
         "train.lr_scheduler_type": kind,
         "train.lr_scheduler_kwargs": written,
         "train.warmup_steps": warmup,
     }
-    trainer, _ = build_trainer(plan_run({**QUIET, **settings}))
+    trainer, _ = build_loop(plan_run({**QUIET, **settings}))
+    trainer.start()
     trainer.train()
     found = [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry]
     expected = rates_of_transformers(kind, options, warmup)

@@ -1,8 +1,9 @@
 """Every train setting is used: by transformers' arguments, the data loader, or as listed here."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
+from transformers import TrainingArguments
 
 from sft_play.config.schema import TrainSection
 from sft_play.errors import EnvironmentFault
@@ -87,7 +88,7 @@ ELSEWHERE = {
     "load_best_model_at_end": "training.best",
     "early_stopping_patience": "training.best",
     "eval_time_budget": "training.eval_budget",
-    "packing": "build.build_trainer",
+    "packing": "build.build_loop",
     "probe": "worker.run, training.probe",
     "gradient_checkpointing": "plan.batch, models.checkpointing",
     "activation_offloading": "plan.inputs, models.checkpointing",
@@ -97,9 +98,9 @@ ELSEWHERE = {
     "fast_path": "models.load",
     "deliver_as": "models.delivered",
     "cuda_graphs": "models.fast.graphs",
-    "profile_steps": "training.step_trace",
+    "profile_steps": "training.observers",
     "resume_from": "resume.checkpoint_to_resume",
-    "stop_after": "stop.StopAfter",
+    "stop_after": "stop.StopOnSignal",
     "rendezvous_timeout": "commands.train.hand_over",
     "hang_timeout": "rank_watch.RankWatch",
     "reopen_saved": "training.saved_weights",
@@ -110,7 +111,7 @@ ELSEWHERE = {
     "on_nonfinite": "training.guards",
     "max_skipped_steps": "training.guards",
     "on_untrained": "training.guards",
-    "neftune_noise_alpha": "build.build_trainer",
+    "neftune_noise_alpha": "build.build_loop",
 }
 
 
@@ -130,12 +131,11 @@ def test_a_train_setting_reaches_transformers(arguments_of, name):
     assert {attribute: getattr(arguments, attribute) for attribute in expected} == expected
 
 
-def test_an_argument_has_the_name_of_the_installed_version_or_is_refused(monkeypatch):
-    monkeypatch.setattr(arguments, "RENAMED", {"old_lr": "learning_rate", "seed": "of_later"})
-    named = arguments.as_named_here({"old_lr": 0.5, "seed": 3})
-    assert named == {"learning_rate": 0.5, "seed": 3}
-    with pytest.raises(EnvironmentFault, match="has no training argument gone; type make install"):
-        arguments.as_named_here({"gone": 1, "seed": 3})
+def test_an_argument_that_the_installed_version_lacks_is_refused(arguments_of, monkeypatch):
+    left = [field for field in fields(TrainingArguments) if field.name != "weight_decay"]
+    monkeypatch.setattr(arguments, "fields", lambda _: left)
+    with pytest.raises(EnvironmentFault, match="has no training argument weight_decay; type make"):
+        arguments_of()
 
 
 def test_eval_and_save_steps_count_under_their_strategies_alone(arguments_of):
@@ -145,24 +145,20 @@ def test_eval_and_save_steps_count_under_their_strategies_alone(arguments_of):
     assert off.eval_steps is None and off.save_steps > 10**6
 
 
-def test_nothing_is_reported_to_others_and_nan_is_not_filtered(arguments_of):
+def test_nothing_is_reported_to_others(arguments_of):
     arguments = arguments_of()
-    assert (arguments.report_to, arguments.logging_nan_inf_filter, arguments.push_to_hub) == (
-        [],
-        False,
-        False,
-    )
+    assert (arguments.report_to, arguments.push_to_hub) == ([], False)
     shown = arguments.to_dict()  # what trackers show of a run
     assert (shown["run_name"], shown["train.lr_scheduler_type"]) == ("run", "constant")
     assert arguments.average_tokens_across_devices, "the loss counts the tokens of all ranks"
 
 
-def test_worker_processes_and_pinned_memory_reach_the_data_loader(plan_run, build_trainer):
-    trainer, _ = build_trainer(plan_run({"train.dataloader_num_workers": 2}))
-    trainer.args.dataloader_pin_memory = True  # as where there is a GPU
-    loader = trainer.get_train_dataloader()
+def test_worker_processes_and_pinned_memory_reach_the_data_loader(plan_run, build_loop):
+    trainer, _ = build_loop(plan_run({"train.dataloader_num_workers": 2}))
+    trainer.engine.args.dataloader_pin_memory = True  # as where there is a GPU
+    loader = trainer.create_loader()
     assert (loader.num_workers, loader.pin_memory, loader.persistent_workers) == (2, True, True)
-    plain = build_trainer(plan_run({}))[0].get_train_dataloader()
+    plain = build_loop(plan_run({}))[0].create_loader()
     assert (plain.num_workers, plain.pin_memory) == (0, False)
     assert [batch["labels"].tolist() for batch in loader] == [
         batch["labels"].tolist() for batch in plain

@@ -16,8 +16,7 @@ from sft_play.models.fast.loss.head import fuse_loss, is_loss_fused
 from sft_play.process import Process
 from sft_play.training import runtime
 from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS, REAL_LENGTHS, collate_for_step
-from sft_play.training.callbacks import BeforeFirstStep
-from sft_play.training.trainer import SftTrainer
+from sft_play.training.loop import TrainingLoop
 
 STEPS = 6
 
@@ -29,12 +28,12 @@ def fused_trainer(
     process: Process = ALONE,
     is_full: bool = False,
     **arguments: Any,
-) -> SftTrainer:
+) -> TrainingLoop:
     trainer = trainer_of(
         folder, batch, packed, process, model=llama(is_lora=not is_full), **arguments
     )
-    fuse_loss(trainer.model)
-    assert is_loss_fused(trainer.model)
+    fuse_loss(trainer.engine.model)
+    assert is_loss_fused(trainer.engine.model)
     return trainer
 
 
@@ -84,11 +83,10 @@ def be_one_rank(folder: Path, options: dict[str, Any]) -> None:
         sent.append(trainer.state.global_step)
         return allreduce_hook(None, bucket)
 
-    trainer.add_callback(
-        BeforeFirstStep(lambda: trainer.model_wrapped.register_comm_hook(None, count))
+    losses = losses_of(
+        trainer, prepare=lambda: trainer.engine.wrapped.register_comm_hook(None, count)
     )
-    losses = losses_of(trainer)
-    wrapped = trainer.model_wrapped
+    wrapped = trainer.engine.wrapped
     total = trainer.process.sum(10**12 + rank)
     facts = {
         "losses": losses,

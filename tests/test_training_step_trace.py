@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from sft_play.training.step_trace import StepTrace
+from sft_play.training.observers import StepTrace
 
 
 def train(trace: StepTrace, count: int, before: int = 0) -> None:

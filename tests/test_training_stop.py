@@ -27,7 +27,7 @@ from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.stops import REPEAT_SECONDS, STOPPING, StopSignals
 from sft_play.training import stop as stopping
-from sft_play.training.callbacks import FirstStep
+from sft_play.training.callbacks import Progress
 from sft_play.training.classify import classify
 from sft_play.training.entry import main
 from sft_play.training.recorder import RunRecorder
@@ -107,7 +107,7 @@ def second_signal(path: Path, number: int, seconds: float) -> None:
     """Be a rank in its second step that gets a signal and another one `seconds` later."""
     folder = RunFolder(path)
     with RunRecorder(folder, PlannedRun.read(folder), 0) as recorder:
-        recorder.global_step = lambda: 2
+        recorder.follow_state(TrainerState(global_step=2))
         with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder) as stop:
             stop.on_pre_optimizer_step(None, None, None)
             signal.raise_signal(signal.SIGINT)
@@ -499,7 +499,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_cause(folder, caplog)
 def test_a_first_step_that_takes_long_says_that_it_goes_on(caplog, monkeypatch):
     monkeypatch.setattr("sft_play.progress.EVERY_SECONDS", 0.05)
     caplog.set_level("INFO")
-    with FirstStep(ALONE) as first_step:
+    with contextlib.closing(Progress(ALONE)) as first_step:
         first_step.on_step_begin(None, None, None)
         time.sleep(0.2)
         first_step.on_step_end(None, None, None)

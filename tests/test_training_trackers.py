@@ -17,6 +17,7 @@ from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.monitor.packages import installed_version
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
+from sft_play.training.events import LogDetails
 from sft_play.training.trackers import IDS, Continued, Trackers, open_trackers
 
 
@@ -36,8 +37,9 @@ class Recorder(TrainerCallback):
 
 def test_a_tracker_gets_more_of_a_loss_and_stays_open_for_the_scores_after_training():
     tracker = Recorder()
-    trackers = Trackers([tracker], lambda: {"gpu/0/watts": 400.0})
-    trackers.on_log(None, None, None, logs={"loss": 1.5})
+    trackers = Trackers([tracker])
+    details = LogDetails({"gpu/0/watts": 400.0}, ())
+    trackers.on_log(None, None, None, logs={"loss": 1.5}, details=details)
     trackers.on_train_end(None, None, None)
     trackers.on_log(None, None, None, logs={"test_loss": 0.5})
     assert not tracker.has_ended

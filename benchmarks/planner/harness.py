@@ -1,4 +1,4 @@
-"""A loaded model in the trainer of a run, whose steps are timed within a memory limit.
+"""A loaded model in the loop of a run, whose steps are timed within a memory limit.
 
 Import it only after the environment of the launcher is set: it loads torch.
 """
@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 import psutil
 import torch
+from accelerate.utils import send_to_device
+from transformers import set_seed
 
 from sft_play.data.collate import TokenSequence
 from sft_play.data.pipeline import build_run_data
@@ -31,7 +33,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.batches import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
-from sft_play.training.build import build_trainer
+from sft_play.training.build import build_loop
 from sft_play.training.classify import classify
 from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter
@@ -42,7 +44,7 @@ T = TypeVar("T")
 
 
 class Harness:
-    """A model in its trainer. After `warm_up` it has gradients and optimizer state, as in a run.
+    """A model in its loop. After `warm_up` it has gradients and optimizer state, as in a run.
 
     The memory of the device can be limited: by the allocator on a GPU, else by the kernel.
     """
@@ -54,7 +56,7 @@ class Harness:
         self.process = Process.alone(device, DTYPES[precision(config)])
         self.is_gpu = device.type == "cuda"
         self.memory = MemoryMeter(self.process, plan.used_before_bytes[0])
-        runtime.seed_everything(config.train.seed)
+        set_seed(config.train.seed)
         runtime.allow_tf32(self.process)
         tokenizer = load_tokenizer(config)
         data = build_run_data(config, tokenizer)
@@ -63,15 +65,10 @@ class Harness:
         self.context = RunContext(
             planned, RunFolder(folder), self.process, MemoryMeter(self.process)
         )
-        self.trainer = build_trainer(
-            self.context, arguments, tokenizer, data, self.model, run_stamp={}
-        )
-        self.trainer.create_optimizer()
-        self.trainer.model_wrapped, self.trainer.optimizer = self.trainer.accelerator.prepare(
-            self.trainer.model, self.trainer.optimizer
-        )
+        self.loop = build_loop(self.context, arguments, tokenizer, data, self.model, run_stamp={})
+        self.engine = self.loop.engine
+        self.engine.prepare(steps=1)
         self.vocab_size = len(tokenizer)
-        self.max_grad_norm = config.train.max_grad_norm
 
     def limit(self, limit_bytes: int) -> None:
         """Limit this process to `limit_bytes` in total."""
@@ -123,7 +120,7 @@ class Harness:
         if limit_bytes is not None:
             self.limit(limit_bytes)
         try:
-            return Probe(replace(self.context, planned=planned), self.trainer).run()
+            return Probe(replace(self.context, planned=planned), self.loop).run()
         except OutOfMemory:
             return None
         finally:
@@ -131,7 +128,7 @@ class Harness:
 
     def warm_up(self, steps: int) -> float:
         """Run optimizer steps; return the seconds of the fastest, including clipping."""
-        self.micro_steps(self.batch(1, self.trainer.data_collator.max_seq_len), 1)
+        self.micro_steps(self.batch(1, self.loop.collator.max_seq_len), 1)
         return min(self._optimizer_step() for _ in range(steps))
 
     def batch(self, rows: int, width: int) -> dict[str, Any]:
@@ -143,27 +140,24 @@ class Harness:
         ids = np.random.default_rng(0).integers(self.vocab_size, size=(rows, width))
         labels = np.where(np.arange(width) == 0, IGNORE_INDEX, ids)
         sequences = [TokenSequence(ids[row], labels[row], (width,), width) for row in range(rows)]
-        batch = collate_for_step(replace(self.trainer.data_collator, max_seq_len=width), sequences)
+        batch = collate_for_step(replace(self.loop.collator, max_seq_len=width), sequences)
         del batch[REAL_LENGTHS]
-        return self.trainer._prepare_inputs(batch)
+        return send_to_device(batch, self.process.device)
 
     def micro_steps(self, batch: dict[str, Any], count: int) -> float:
         """Compute gradients of a micro-batch `count` times; return the seconds of one."""
         self.wait()
         started = time.perf_counter()
         for _ in range(count):
-            self.trainer.training_step(
-                self.trainer.model_wrapped, dict(batch), len(batch[LOSS_TARGETS])
-            )
+            self.loop.compute_gradients(dict(batch), len(batch[LOSS_TARGETS]), is_last=True)
         self.wait()
         return (time.perf_counter() - started) / count
 
     def _optimizer_step(self) -> float:
         self.wait()
         started = time.perf_counter()
-        parameters = self.trainer.model_wrapped.parameters()
-        self.trainer.accelerator.clip_grad_norm_(parameters, self.max_grad_norm)
-        self.trainer.optimizer.step()
+        self.engine.clip_gradients()
+        self.engine.optimizer.step()
         self.wait()
         return time.perf_counter() - started
 
@@ -212,5 +206,5 @@ class Harness:
         finally:
             self.lift_limit()
             # gradients stay allocated, as between the micro-batches of a step
-            self.trainer.optimizer.zero_grad(set_to_none=False)
+            self.engine.optimizer.zero_grad(set_to_none=False)
             self.reset()

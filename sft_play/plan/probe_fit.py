@@ -22,7 +22,7 @@ from sft_play.runs.files import read_json, write_json
 logger = logging.getLogger(__name__)
 
 # Sources that decide what a step allocates
-COMPUTING = ("models/**/*.py", "training/trainer.py", "training/dry_run.py")
+COMPUTING = ("models/**/*.py", "training/loop.py", "training/batches.py", "training/dry_run.py")
 # Of what the allocator can have: pieces too small for any tensor. The rest of the plan's reserve is
 # measured now.
 FRAGMENTATION = 0.03

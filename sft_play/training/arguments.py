@@ -26,8 +26,6 @@ UNCHANGED = """
 
 # Optimizers by transformers' names; it has no Muon, which training.build gives to Trainer
 OPTIMIZERS = {"adamw_8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "muon": "adamw_torch_fused"}
-# Ours by those of newer versions of transformers
-RENAMED = {"gradient_checkpointing": "activation_checkpointing"}
 
 
 class ReportedArguments(TrainingArguments):
@@ -47,9 +45,10 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArguments:
-    """Return the arguments of transformers' Trainer. Call it after `runtime.join_group`.
+    """Return what callbacks, accelerate and the optimizer read. Call it after `runtime.join_group`.
 
-    Raises: EnvironmentFault when the process group has another size than was planned.
+    Raises: EnvironmentFault when the process group has another size than was planned, or for an
+    argument that the installed transformers lacks.
     """
     train, plan = planned.config.train, planned.plan
     given = {
@@ -58,9 +57,14 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
         **_converted(train, plan),
         "run_name": folder.name,
         "report_to": "none",  # training.trackers opens what train.report_to names
-        "disable_tqdm": True,
     }
-    arguments = ReportedArguments(**as_named_here(given))
+    unknown = sorted(given.keys() - {field.name for field in fields(TrainingArguments)})
+    if unknown:
+        raise EnvironmentFault(
+            f"transformers {transformers.__version__} has no training argument {unknown[0]}; type "
+            "make install, which goes back to the tested version"
+        )
+    arguments = ReportedArguments(**given)
     arguments.settings = settings_of(planned.config)
     if plan.ranks.gpus_per_process > 1:
         arguments._n_gpu = 1  # one model is placed on the GPUs; Trainer would wrap DataParallel
@@ -70,25 +74,6 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
             f"{plan.ranks.world_size}; try make doctor"
         )
     return arguments
-
-
-def as_named_here(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments by the names that they have in the installed transformers.
-
-    Raises: EnvironmentFault for one that it has no more.
-    """
-    known = {field.name for field in fields(TrainingArguments)}
-    named = {}
-    for name, value in arguments.items():
-        newer = RENAMED.get(name)
-        here = newer if newer in known else name
-        if here not in known:
-            raise EnvironmentFault(
-                f"transformers {transformers.__version__} has no training argument {here}; type "
-                "make install, which goes back to the tested version"
-            )
-        named[here] = value
-    return named
 
 
 def _converted(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
@@ -103,14 +88,9 @@ def _converted(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
         "optim": OPTIMIZERS.get(train.optim, train.optim),
         "num_train_epochs": train.epochs,
         "max_steps": train.max_steps or -1,
-        # it logs 0.0 in place of NaN, and synchronizes with the GPU in every micro-step
-        "logging_nan_inf_filter": False,
         "per_device_train_batch_size": train.batch_size,
         "per_device_eval_batch_size": train.eval_batch_size,
         "gradient_accumulation_steps": plan.layout.micro_batches,
-        # models.checkpointing has chosen the layers; Trainer would checkpoint all of them
-        "gradient_checkpointing": False,
-        "remove_unused_columns": False,
         # with use_cpu Trainer would wrap the model in DDP, and DeepSpeed would never start
         "use_cpu": is_cpu and not uses_deepspeed,
         "deepspeed": plan.deepspeed.settings if uses_deepspeed else None,

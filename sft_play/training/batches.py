@@ -1,6 +1,7 @@
 """Micro-batches of a training step, and their share of its loss."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -8,8 +9,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sft_play.data.collate import WEIGHTS, Batch, RowPart, TokenSequence, labelled
+from sft_play.models.fast.attention.ulysses import ContextGroup
+from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
+from sft_play.models.images import trained_tower_weights
 from sft_play.models.losses import summed_nll
+from sft_play.training.experts import RouterLoss
 
 # Keys of a micro-batch that are not inputs of the model; N labeled tokens
 REAL_LENGTHS = "real_lengths"  # list of int: tokens of each document that is no filler
@@ -30,6 +35,46 @@ def total_weight(batch: Batch) -> float:
     """Return the weights of a micro-batch's labeled tokens, summed: their number, as a rule."""
     groups = batch.get(LOSS_GROUPS)
     return float(len(batch[LOSS_TARGETS])) if groups is None else groups.total
+
+
+def spread(loss: Tensor) -> Tensor:
+    """Return a loss whose gradients are NaN where it is NaN or infinite, else the loss itself.
+
+    An infinite loss may have finite gradients: of a target whose logit is -inf.
+    """
+    return loss * (1.0 + 0.0 * loss.detach())  # times 1, or NaN
+
+
+@dataclass
+class StepLoss:
+    """Computes a micro-batch's share of the mean loss of its step, with a graph."""
+
+    model: nn.Module
+    context: ContextGroup | None = None  # of ranks that share each row
+    router_loss: RouterLoss | None = None
+
+    def __post_init__(self) -> None:
+        self.tower_weights = trained_tower_weights(self.model)
+
+    def compute(self, wrapped: Any, inputs: Batch, labelled_tokens: float) -> Tensor:
+        """Return the nats of a micro-batch's labeled tokens, divided by those of the step.
+
+        `wrapped` is what calls the model. `labelled_tokens` are those of all ranks.
+        """
+        inputs = dict(inputs)
+        share = total_weight(inputs) / labelled_tokens
+        if self.router_loss is not None:
+            inputs |= self.router_loss.inputs()
+        has_images = "pixel_values" in inputs
+        if self.context is not None:
+            inputs[CONTEXT] = self.context
+        loss = take_nll(self.model, wrapped, inputs) / labelled_tokens
+        if self.tower_weights and not has_images:
+            # every rank has a gradient of every weight, and it is zero
+            loss = loss + 0.0 * sum(weight.sum() for weight in self.tower_weights)
+        if self.router_loss is not None:
+            loss = loss + self.router_loss.of_micro_batch(share).to(loss.device)
+        return spread(loss)
 
 
 def take_nll(model: nn.Module, wrapped: Any, inputs: Batch) -> Tensor:

@@ -80,7 +80,7 @@ class LossWatch:
         self._logs = 0
         self._last: list[float] = []
 
-    def begin(self, loss: float) -> str | None:
+    def start(self, loss: float) -> str | None:
         """Record the loss before training, once; return a warning if it is that of a guess.
 
         A run that resumes another one has the loss of that run from `replay`.
@@ -101,12 +101,12 @@ class LossWatch:
         """Record what the run logged before it was resumed. Raises: DivergedError."""
         for entry in log_history:
             if entry["step"] == 0 and "test_loss" in entry:
-                self.begin(entry["test_loss"])
+                self.start(entry["test_loss"])
             elif "loss" in entry:
-                self.see(entry["step"], entry["loss"])
+                self.record(entry["step"], entry["loss"])
 
-    def see(self, step: int, loss: float) -> None:
-        """Note the loss that is logged at a step. Raises: DivergedError."""
+    def record(self, step: int, loss: float) -> None:
+        """Record the loss that is logged at a step. Raises: DivergedError."""
         self.lowest = min(self.lowest, loss)
         self._last = [*self._last, loss][-LOGS:]
         if not self._is_guess(loss):
@@ -118,8 +118,8 @@ class LossWatch:
         if self._logs >= LOGS and step - self._since >= STEPS:
             self.diverge(self._error(loss, f"since step {self._since}"), step)
 
-    def conclude(self, step: int, after: float = math.nan, is_best: bool = False) -> None:
-        """Look at the losses that a run has ended with, and at that of the held-out rows `after`.
+    def finalize(self, step: int, after: float = math.nan, is_best: bool = False) -> None:
+        """Check the losses that a run has ended with, and that of the held-out rows `after`.
 
         NaN if they were not scored.
         Random weights may end a few steps as guesses: they have learned if held-out rows say so.
@@ -142,12 +142,14 @@ class LossWatch:
             )
 
     def diverge(self, error: DivergedError, step: int) -> None:
-        """Note that the run has diverged. Raises: DivergedError if nothing else is published."""
+        """Record that the run has diverged. Raises: DivergedError if nothing else is published."""
         best = self.best_step()
         if best is not None and not self.diverged:
             logger.warning(
                 "%s; training ends at step %d, and the weights of step %s are scored and published",
-                *(error, step, best),
+                error,
+                step,
+                best,
             )
         self.diverged = self.diverged or error
         if best is None:
@@ -167,10 +169,9 @@ class LossWatch:
 class EarlyStopping(TrainerCallback):
     """Ends training after `patience` evaluations in a row without a better score."""
 
-    def __init__(self, metric: str, patience: int, is_main: bool = True):
+    def __init__(self, metric: str, patience: int):
         self.metric = metric
         self.patience = patience
-        self.is_main = is_main
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End training after `patience` evaluations without a better score."""
@@ -178,12 +179,16 @@ class EarlyStopping(TrainerCallback):
         if since < self.patience:
             return
         control.should_training_stop = True
-        if self.is_main and state.global_step < state.max_steps:
+        if state.global_step < state.max_steps:
             logger.info(
                 "early stopping at step %d of %d: %s was best at step %s, and %d evaluations "
                 "were not better (train.early_stopping_patience=%d)",
-                *(state.global_step, state.max_steps, self.metric),
-                *(best_step(state.log_history, self.metric), since, self.patience),
+                state.global_step,
+                state.max_steps,
+                self.metric,
+                best_step(state.log_history, self.metric),
+                since,
+                self.patience,
             )
 
     on_train_begin = on_evaluate  # no step more if the run had ended before it was resumed

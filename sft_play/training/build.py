@@ -1,11 +1,10 @@
-"""Build a run's trainer, collator and evaluator from its config and plan."""
+"""Build a run's loop, collator and evaluator from its config and plan."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import nn
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from sft_play.config.backends import backend_of
 from sft_play.data.assemble import RunData
@@ -22,28 +21,25 @@ from sft_play.models.fast.graphs.recording import accumulators_for_recordings
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import is_loss_fused
 from sft_play.models.images import image_inputs_of
-from sft_play.models.optimizers import Muon, hidden_matrices
 from sft_play.plan.fast import RECORDING_STRATEGIES
 from sft_play.plan.needs import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.speed import step_flops
 from sft_play.runs.metrics import GpuSample
 from sft_play.runs.stamp import Stamp
-from sft_play.training.best import (
-    EarlyStopping,
-    best_step,
-    metric_of,
-    refuse_divided,
-)
+from sft_play.training.batches import StepLoss
+from sft_play.training.best import EarlyStopping, LossWatch, best_step, metric_of, refuse_divided
 from sft_play.training.callbacks import EvalSpeedCallback, Throughput
 from sft_play.training.context import RunContext
+from sft_play.training.engine import Engine
+from sft_play.training.events import Events
 from sft_play.training.experts import router_loss_of
 from sft_play.training.guards import GradientWatch, StepGuard
+from sft_play.training.loop import TrainingLoop
 from sft_play.training.step_log import StepLog
-from sft_play.training.trainer import SftTrainer
 
 
-def build_trainer(
+def build_loop(
     context: RunContext,
     arguments: TrainingArguments,
     tokenizer: PreTrainedTokenizerBase,
@@ -51,8 +47,8 @@ def build_trainer(
     model: nn.Module,
     run_stamp: Stamp,
     mean_gpus: Callable[[], Sequence[GpuSample]] = tuple,
-) -> SftTrainer:
-    """Return the trainer of a run. The order of its rows does not depend on the world size.
+) -> TrainingLoop:
+    """Return the training loop of a run. The order of its rows does not depend on the world size.
 
     `mean_gpus` is what StepLog asks for the load of the GPUs.
     """
@@ -65,58 +61,38 @@ def build_trainer(
     if config.train.neftune_noise_alpha is not None:
         EmbeddingNoise(config.train.neftune_noise_alpha).attach(model)
     refuse_divided(config.train, model)
-    speed = EvalSpeedCallback(config.train.eval_time_budget, context.process)
-    throughput = Throughput(context.process, speed, flops_counter(context.plan))
+    process = context.process
+    set_seed(arguments.seed)
+    speed = EvalSpeedCallback(config.train.eval_time_budget, process)
+    throughput = Throughput(process, speed, flops_counter(context.plan))
     order = StepSampler(data.train.lengths, layout, config.epoch_seed)
-    trainer = SftTrainer(
-        model=model,
-        args=arguments,
-        processing_class=tokenizer,
-        train_dataset=TrainRows(data.train),
-        eval_dataset=TrainRows(data.validation),  # Trainer requires one; `evaluator` evaluates
-        data_collator=build_collator(context, tokenizer, model, data.train.has_images),
+    events = Events(arguments, model, tokenizer)
+    events.add(speed)
+    metric = metric_of(config.train)
+    if config.train.early_stopping_patience is not None:
+        events.add(EarlyStopping(metric, config.train.early_stopping_patience))
+    loop = TrainingLoop(
+        engine=Engine(model, arguments, process, config, tokenizer),
+        loss=StepLoss(model, sharing_ranks(context, data, model), router_loss_of(model, config)),
+        rows=TrainRows(data.train),
+        collator=build_collator(context, tokenizer, model, data.train.has_images),
         order=order,
         evaluator=build_evaluator(context, data, data.validation, tokenizer, model),
         step_log=StepLog(throughput, context.memory, peak_flops(context.plan), mean_gpus),
-        stamp=run_stamp,
-        optimizer_cls_and_kwargs=optimizer_of(config.train.optim, arguments, model),
-        loraplus_lr_ratio=config.tuning.lora.loraplus_lr_ratio,
-        towers_learning_rate=config.tuning.towers_learning_rate,
-        context=sharing_ranks(context, data, model),
-        router_loss=router_loss_of(model, config),
         guard=step_guard(context, order, data.train),
-        gradients=GradientWatch(context.process, config.train.on_untrained),
-        callbacks=[speed],
+        gradients=GradientWatch(process, config.train.on_untrained),
+        loss_watch=LossWatch(model.config.get_text_config().vocab_size, arguments.learning_rate),
+        events=events,
+        stamp=run_stamp,
+        best_metric=metric,
     )
-    is_recording = context.plan.ranks.strategy in RECORDING_STRATEGIES
-    if config.train.cuda_graphs and context.process.is_gpu and is_recording:
-        trainer.accumulators = accumulators_for_recordings(model)
-    trainer.remove_callback(PrinterCallback)
-    trainer.best_metric = metric_of(config.train)
-    patience = config.train.early_stopping_patience
-    if patience is not None:
-        trainer.add_callback(EarlyStopping(trainer.best_metric, patience, context.process.is_main))
     if config.train.load_best_model_at_end:
         # a run that diverges after a checkpoint that was scored ends with the best of them
-        trainer.loss_watch.best_step = lambda: best_step(
-            trainer.state.log_history, trainer.best_metric
-        )
-    return trainer
-
-
-def optimizer_of(
-    optim: str, arguments: TrainingArguments, model: nn.Module
-) -> tuple[type[Muon], dict[str, Any]] | None:
-    """Return Muon and its options; None for an optimizer that Trainer creates itself."""
-    if optim != "muon":
-        return None
-    return Muon, {
-        "lr": arguments.learning_rate,
-        "matrices": hidden_matrices(model),
-        "betas": (arguments.adam_beta1, arguments.adam_beta2),
-        "eps": arguments.adam_epsilon,
-        "fused": True,
-    }
+        loop.loss_watch.best_step = lambda: best_step(loop.state.log_history, metric)
+    is_recording = context.plan.ranks.strategy in RECORDING_STRATEGIES
+    if config.train.cuda_graphs and process.is_gpu and is_recording:
+        loop.accumulators = accumulators_for_recordings(model)
+    return loop
 
 
 def sharing_ranks(context: RunContext, data: RunData, model: nn.Module) -> ContextGroup | None:

@@ -5,8 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -36,10 +35,14 @@ class EvalSpeedCallback(TrainerCallback):
     """
 
     def __init__(self, budget: float | None = None, process: Process | None = None) -> None:
-        self.seconds = 0.0
         self.budget = budget
         self.process = process or Process.alone(torch.device("cpu"))
-        self.in_training = EvaluationTime()
+        self.clock = time.perf_counter
+        self.seconds = 0.0  # of all evaluations
+        self._began: float | None = None  # the first step of training, by the clock
+        self._trained_seconds = 0.0  # of the evaluations since then
+        self._evaluations = 0
+        self._left_out = 0
 
     @contextlib.contextmanager
     def evaluating(self, model: PreTrainedModel) -> Iterator[None]:
@@ -61,12 +64,18 @@ class EvalSpeedCallback(TrainerCallback):
             for module in checkpointed:
                 module.gradient_checkpointing = True
             config.use_cache = used_cache
-            seconds = time.perf_counter() - started
-            self.seconds += seconds
-            self.in_training.add(seconds)
+            self.add(time.perf_counter() - started)
+
+    def add(self, seconds: float) -> None:
+        """Count an evaluation."""
+        self.seconds += seconds
+        if self._began is not None:
+            self._trained_seconds += seconds
+            self._evaluations += 1
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.in_training.begin()
+        if self._began is None:
+            self._began = self.clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave out an evaluation that would exceed the budget."""
@@ -74,65 +83,42 @@ class EvalSpeedCallback(TrainerCallback):
             return
         if state.global_step >= state.max_steps:
             return
-        if not self.process.max(int(self.in_training.would_exceed(self.budget))):
+        if not self.process.max(int(self.would_exceed(self.budget))):
             return
         control.should_evaluate = False
-        self.in_training.left_out += 1
+        self._left_out += 1
         if self.process.is_main:
             logger.warning(
                 "the evaluation at step %d is left out: %s, and train.eval_time_budget=%g; "
                 "TRAIN_EVAL_TIME_BUDGET=null leaves none out",
-                *(state.global_step, self.in_training.words(), self.budget),
+                state.global_step,
+                self.describe(),
+                self.budget,
             )
 
     on_epoch_end = on_step_end
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        if self.process.is_main and self.in_training.evaluations:
-            logger.info("%s", self.in_training.words())
-        self.in_training = EvaluationTime()  # what comes later is no part of training
-
-
-@dataclass
-class EvaluationTime:
-    """The time of evaluations since the first step of training."""
-
-    began: float | None = None  # in seconds of the clock
-    seconds: float = 0.0
-    evaluations: int = 0
-    left_out: int = 0
-    clock: Callable[[], float] = time.perf_counter
-
-    def begin(self) -> None:
-        """Note the first step."""
-        if self.began is None:
-            self.began = self.clock()
-
-    def add(self, seconds: float) -> None:
-        """Count an evaluation; what comes before the first step does not count."""
-        if self.began is not None:
-            self.seconds += seconds
-            self.evaluations += 1
-
-    @property
-    def share(self) -> float:
-        """Of the time since the first step."""
-        return self.seconds / max(self.clock() - (self.began or 0.0), 1e-9)
+        if self.process.is_main and self._evaluations:
+            logger.info("%s", self.describe())
+        self._began = None  # what comes later is no part of training
 
     def would_exceed(self, budget: float) -> bool:
         """Return whether one more evaluation, as long as the others, would exceed a share."""
-        if not self.evaluations or self.began is None:
+        if not self._evaluations or self._began is None:
             return False
-        each = self.seconds / self.evaluations
-        spent = self.seconds + each
-        return spent > max(FREE_SECONDS, budget * (self.clock() - self.began + each))
+        each = self._trained_seconds / self._evaluations
+        spent = self._trained_seconds + each
+        return spent > max(FREE_SECONDS, budget * (self.clock() - self._began + each))
 
-    def words(self) -> str:
-        """Return `evaluations took 12.3 s, 4.1 % of the time in training (5; 2 left out ...)`."""
-        saved = self.left_out * self.seconds / max(1, self.evaluations)
-        left_out = f"; {self.left_out} left out saved some {saved:.0f} s" if self.left_out else ""
+    def describe(self) -> str:
+        """Return `5 evaluations took 12.3 s, 4.1% of the time in training; 2 left out ...`."""
+        count, seconds = self._evaluations, self._trained_seconds
+        share = seconds / max(self.clock() - (self._began or 0.0), 1e-9)
+        saved = self._left_out * seconds / max(1, count)
+        left_out = f"; {self._left_out} left out saved some {saved:.0f} s" if self._left_out else ""
         return (
-            f"{self.evaluations} evaluations took {self.seconds:.1f} s, {self.share:.1%} of the "
+            f"{count} evaluations took {seconds:.1f} s, {share:.1%} of the "
             f"time in training{left_out}"
         )
 
@@ -241,11 +227,26 @@ class Throughput(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """Shows a progress bar on the main rank's terminal, and one line for each log."""
+    """Shows a progress bar on the main rank's terminal, and one line for each log.
+
+    The first step, which compiles, says every few seconds that it continues, until `close`.
+    """
 
     def __init__(self, process: Process):
         self.is_shown = process.is_main
         self.bar: tqdm | None = None
+        self._first_step: contextlib.ExitStack | None = None
+
+    def close(self) -> None:
+        """Say no more that the first step continues."""
+        if self._first_step is not None:
+            self._first_step.close()
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if self._first_step is None:
+            stage = Stage("computing the first step, for which kernels may be compiled")
+            self._first_step = contextlib.ExitStack()
+            self._first_step.enter_context(watched(stage, self.is_shown))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw the bar, on a terminal."""
@@ -260,6 +261,7 @@ class Progress(TrainerCallback):
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._first_step.close()
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
@@ -286,37 +288,3 @@ class Progress(TrainerCallback):
         if self.bar is not None:
             self.bar.close()
             self.bar = None
-
-
-class FirstStep(TrainerCallback):
-    """A context in which the first step, which compiles, reports every few seconds."""
-
-    def __init__(self, process: Process):
-        self.is_shown = process.is_main
-        self._open = contextlib.ExitStack()
-        self._has_begun = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if not self._has_begun:
-            self._has_begun = True
-            stage = Stage("computing the first step, for which kernels may be compiled")
-            self._open.enter_context(watched(stage, self.is_shown))
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._open.close()
-
-
-class BeforeFirstStep(TrainerCallback):
-    """Calls `action` once the model is wrapped (DDP, ZeRO) and before the first step."""
-
-    def __init__(self, action: Callable[[], None]):
-        self.action = action
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.action()

@@ -67,8 +67,7 @@ def check_engine(model: nn.Module, strategy: str) -> None:
 def check_finite(model: nn.Module, step: int) -> None:
     """Raise DivergedError when a trained weight, or this rank's part of it, is NaN or infinite."""
     for name, parameter in _trained(model).items():
-        own = getattr(parameter, "ds_tensor", parameter)  # ZeRO-3's part of this rank
-        if not torch.isfinite(own_part(own)).all():
+        if not torch.isfinite(own_part(getattr(parameter, "ds_tensor", parameter))).all():
             raise DivergedError(
                 f"{name} holds NaN or infinity at step {step}: the run has diverged; try a lower "
                 "TRAIN_LEARNING_RATE"

@@ -11,10 +11,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 from torch.utils import cpp_extension
 
 from sft_play.errors import EnvironmentFault, first_line
@@ -81,18 +79,16 @@ def free_locks(extensions: Path) -> None:
 
 
 def free_lock(lock: Path) -> None:
-    """Remove the lock of a compilation that has ended without removing it; say who holds another.
+    """Remove the lock of a compilation that has ended without removing it.
 
-    Whoever compiles has the file open.
+    Whoever compiles has the file open, perhaps as another user or on another machine.
     """
     if not lock.exists():
         return
-    holder = next(holders(lock), None)
-    if holder is not None:
-        logger.warning("process %d compiles %s already; waiting for it", holder, lock.parent)
-    elif _may_be_held_elsewhere(lock):
+    is_others = lock.stat().st_uid != os.getuid() or not is_local(lock)
+    if is_others or sys.platform != "linux" or _is_open(lock):
         logger.warning(
-            "%s says that another user, container or machine compiles; waiting for it. If none "
+            "%s says that another process, container or machine compiles; waiting for it. If none "
             "does, an earlier run was killed: rm %s",
             lock,
             lock,
@@ -100,12 +96,6 @@ def free_lock(lock: Path) -> None:
     else:
         logger.warning("%s was left by a run that was killed while it compiled; removed", lock)
         lock.unlink(missing_ok=True)
-
-
-def _may_be_held_elsewhere(lock: Path) -> bool:
-    """Return whether a lock may have a holder that `holders` does not see."""
-    is_others = lock.stat().st_uid != os.getuid() or not is_local(lock)
-    return is_others or sys.platform != "linux" or _is_open(lock)
 
 
 def _is_open(path: Path) -> bool:
@@ -122,18 +112,6 @@ def _is_open(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
-
-
-def holders(path: Path) -> Iterator[int]:
-    """Yield the processes of this user and machine that have a file open; Linux alone tells."""
-    path = path.resolve()
-    for process in psutil.process_iter():
-        descriptors = Path(f"/proc/{process.pid}/fd")
-        try:
-            if any(Path(os.readlink(link)) == path for link in descriptors.iterdir()):
-                yield process.pid
-        except OSError:  # another user's, or it has ended
-            continue
 
 
 def _compile() -> str | None:

@@ -1,4 +1,4 @@
-"""Dry runs: steps of a run's own trainer that measure memory and change nothing.
+"""Dry runs: steps of a run's own loop that measure memory and change nothing.
 
 A dry step differs from a real one in two things: its rows are random tokens of the full length, and
 its gradients are zeroed before the optimizer step.
@@ -7,14 +7,12 @@ its gradients are zeroed before the optimizer step.
 import contextlib
 import gc
 import logging
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any, Self
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from torch import nn
 
 from sft_play.data.collate import Batch, TokenSequence
@@ -25,10 +23,10 @@ from sft_play.models.sharding import is_divided, reshard
 from sft_play.plan.probe_fit import Point
 from sft_play.plan.step import Layout
 from sft_play.training.batches import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
+from sft_play.training.checkpoints import read_generators, set_generators
 from sft_play.training.checks import bit_sums
 from sft_play.training.classify import classify
-from sft_play.training.memory import MemoryMeter
-from sft_play.training.trainer import SftTrainer
+from sft_play.training.loop import TrainingLoop
 
 logger = logging.getLogger(__name__)
 
@@ -49,20 +47,20 @@ class DryRun:
     Raises: EnvironmentFault on leaving, when a weight has changed.
     """
 
-    def __init__(self, trainer: SftTrainer, memory: MemoryMeter, steps_optimizer: bool):
-        self.trainer = trainer
-        self.memory = memory
+    def __init__(self, loop: TrainingLoop, steps_optimizer: bool):
+        self.loop = loop
+        self.engine = loop.engine
+        self.memory = loop.memory
         self.steps_optimizer = steps_optimizer
-        self.model: nn.Module = trainer.model_wrapped
+        self.model: nn.Module = loop.engine.wrapped
         self.is_warm = False
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self.memory.paused())
-            stack.enter_context(_weights_checked(self.trainer.model))
-            stack.enter_context(_random_state_kept(self.trainer.process.devices))
+            stack.enter_context(self.memory.apart())
+            stack.enter_context(_weights_checked(self.engine.model))
+            stack.callback(set_generators, read_generators())
             stack.enter_context(_modules_kept(self.model))
-            stack.enter_context(_accumulating(self.trainer))
             stack.callback(self._clear)
             self.stack = stack.pop_all()
         return self
@@ -81,17 +79,17 @@ class DryRun:
         length = layout.max_seq_len
         try:
             if not self.is_warm:
-                self._step(worst_case(self.trainer, 1, length), layout.accumulates)
+                self._step(worst_case(self.loop, 1, length), layout.accumulates)
                 self.is_warm = True
-            batch = worst_case(self.trainer, rows, length)
+            batch = worst_case(self.loop, rows, length)
             peaks = self._step(batch, layout.accumulates)
             tokens = batch["input_ids"].numel()  # padding included
             return Point(tokens, layout.checkpointed_layers, layout.accumulates, peaks)
         except (MemoryError, RuntimeError) as error:
             is_out_of_memory = classify(error).exit_class is ExitClass.OUT_OF_MEMORY
-            trainer = self.trainer
-            waits = trainer.is_deepspeed_enabled or is_divided(trainer.model)
-            if waits or trainer.shares_experts or not is_out_of_memory:
+            engine = self.engine
+            waits = engine.is_deepspeed or is_divided(engine.model) or engine.shares_experts
+            if waits or not is_out_of_memory:
                 raise
             logger.info("probe of %d x %d tokens: %s", rows, length, first_line(error))
         self._drop_gradients()
@@ -100,54 +98,43 @@ class DryRun:
         return None
 
     def _step(self, batch: Batch, accumulates: bool) -> dict[str, int]:
-        """Return the peak of each phase, over two micro-steps if gradients accumulate."""
-        first = self._micro_step(dict(batch))
-        last = self._micro_step(dict(batch)) if accumulates else first
-        peaks = {name: max(first[name], last[name]) for name in first}
+        """Return the peak of each phase, over two micro-batches if gradients accumulate.
+
+        Each is one inside gradient accumulation: no all-reduce, and DeepSpeed takes no step.
+        """
+        self.memory.take_phases()
+        for _ in range(1 + accumulates):
+            self.loop.compute_gradients(dict(batch), len(batch[LOSS_TARGETS]), is_last=False)
         if self.steps_optimizer:
-            self.memory.reset()
-            step_without_change(self.trainer.optimizer.optimizer)
-            peaks["optimizer"] = self.memory.peak_bytes()
+            with self.memory.phase("optimizer"):
+                step_without_change(self.engine.torch_optimizer)
+        peaks = self.memory.take_phases()
         self._drop_gradients()
         return peaks
 
-    def _micro_step(self, batch: Batch) -> dict[str, int]:
-        """Return the peaks of a forward and a backward pass, run as a training step does."""
-        trainer = self.trainer
-        labelled_tokens = len(batch[LOSS_TARGETS])
-        self.model.train()
-        self.memory.reset()
-        inputs = send_to_device(batch, trainer.args.device)
-        loss = trainer.compute_loss(self.model, inputs, num_items_in_batch=labelled_tokens)
-        del inputs
-        forward = self.memory.peak_bytes()
-        self.memory.reset()
-        trainer.backward(loss)
-        return {"forward": forward, "backward": self.memory.peak_bytes()}
-
     def _drop_gradients(self) -> None:
-        if self.trainer.is_deepspeed_enabled:
+        if self.engine.is_deepspeed:
             _drop_reduced_gradients(self.model.optimizer)
         self.model.zero_grad()
 
     def _clear(self) -> None:
         self._drop_gradients()
         if self.steps_optimizer:
-            self.trainer.optimizer.optimizer.state.clear()
+            self.engine.torch_optimizer.state.clear()
         torch.cuda.empty_cache()
-        self.memory.reset()  # the peaks of the run itself start here
+        self.engine.accelerator.sync_gradients = True
 
 
-def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:
+def worst_case(loop: TrainingLoop, rows: int, length: int) -> Batch:
     """Return a micro-batch of `rows` rows padded to `length` tokens, collated as in the run.
 
     Every token but the first is labeled. Each row is one token short, so that whatever padding
     needs, such as a mask, is allocated as well. Of a run on images each row begins with samples
     that have the most.
     """
-    vocabulary = trainer.model.config.get_text_config().vocab_size
+    vocabulary = loop.engine.model.config.get_text_config().vocab_size
     generator = np.random.default_rng(0)
-    dense = image_samples(trainer, length - 1)
+    dense = image_samples(loop, length - 1)
     seen = np.concatenate([np.zeros(0, np.int64), *(sample.ids for sample in dense)])
     images = tuple(chain.from_iterable(sample.images for sample in dense))
     sequences = []
@@ -157,19 +144,19 @@ def worst_case(trainer: SftTrainer, rows: int, length: int) -> Batch:
         ids = np.concatenate([seen, np.where(np.isin(drawn, seen), TEXT_ID, drawn)])
         labels = np.concatenate([[IGNORE_INDEX], ids[1:]])
         sequences.append(TokenSequence(ids, labels, (len(ids),), len(ids), images=(images,)))
-    part = trainer.context and trainer.context.part
-    batch = collate_for_step(trainer.data_collator, sequences, part)
+    part = loop.loss.context and loop.loss.context.part
+    batch = collate_for_step(loop.collator, sequences, part)
     del batch[REAL_LENGTHS]
     return batch
 
 
-def image_samples(trainer: SftTrainer, length: int) -> list[Sample]:
+def image_samples(loop: TrainingLoop, length: int) -> list[Sample]:
     """Return samples that fill `length` tokens with as many pixels as the training rows have.
 
     They are the same ones on every rank; none in a run on text.
     """
-    samples = trainer.train_dataset.samples
-    if not isinstance(samples, Split) or trainer.data_collator.images is None:
+    samples = loop.rows.samples
+    if not isinstance(samples, Split) or loop.collator.images is None:
         return []
     found: list[Sample] = []
     density = samples.pixels / samples.lengths
@@ -222,17 +209,6 @@ def digest(model: nn.Module) -> dict[str, int]:
 
 
 @contextlib.contextmanager
-def _random_state_kept(devices: Sequence[torch.device]) -> Iterator[None]:
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()
-    gpus = [device for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(devices=gpus):
-        yield
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
-
-
-@contextlib.contextmanager
 def _modules_kept(model: nn.Module) -> Iterator[None]:
     """Restore buffers, training modes and other plain attributes of modules.
 
@@ -250,19 +226,6 @@ def _modules_kept(model: nn.Module) -> Iterator[None]:
         vars(module).update(values)
         for name, own, content in copies:
             module._buffers[name] = own.copy_(content)
-
-
-@contextlib.contextmanager
-def _accumulating(trainer: SftTrainer) -> Iterator[None]:
-    """Treat every backward pass as one inside gradient accumulation: no all-reduce, no step."""
-    accelerator = trainer.accelerator
-    was_synced = accelerator.sync_gradients
-    accelerator.sync_gradients = False
-    try:
-        with accelerator.no_sync(trainer.model_wrapped):
-            yield
-    finally:
-        accelerator.sync_gradients = was_synced
 
 
 def _drop_reduced_gradients(optimizer: Any) -> None:

@@ -1,34 +1,46 @@
-"""What a trainer is made of once its run begins: state, wrapped model, optimizer and schedule."""
+"""The engine of a run: a model wrapped for its strategy, its optimizer, and its schedule.
+
+accelerate wraps the model in DDP or in DeepSpeed's engine. Models that are divided by FSDP, or that
+share experts, are wrapped here.
+"""
 
 import logging
 import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from accelerate.utils import DummyScheduler
-from torch import nn
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import (
+    DistributedDataParallelKwargs,
+    DummyScheduler,
+    GradientAccumulationPlugin,
+)
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
-from transformers import TrainerState
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    get_scheduler,
+)
 from transformers.integrations import deepspeed_init
-from transformers.trainer import TRAINER_STATE_NAME, align_special_tokens
 from transformers.trainer_utils import SchedulerType
 
 from sft_play.config.schedules import options_of
-from sft_play.errors import CheckpointError
+from sft_play.config.schema import Config
 from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of
-from sft_play.models.sharding import is_divided
+from sft_play.models.experts import ranks_of_experts
+from sft_play.models.images import trained_tower_weights
+from sft_play.models.optimizers import Muon, hidden_matrices
+from sft_play.models.sharding import is_divided, trains_divided
 from sft_play.plan.workload import schedule_warning
-from sft_play.training.checkpoints import apply_schedule, load_optimizer, load_weights
-from sft_play.training.guards import GUARDS
-
-if TYPE_CHECKING:
-    from sft_play.training.trainer import SftTrainer
+from sft_play.process import Process
+from sft_play.training.memory import innermost
 
 logger = logging.getLogger(__name__)
 
@@ -36,121 +48,248 @@ logger = logging.getLogger(__name__)
 FASTER = ("lora_B", "lora_embedding_B", "lora_magnitude_vector")
 
 
-def begin_state(
-    trainer: "SftTrainer", checkpoint: Path | None, max_steps: int, epochs: int
-) -> None:
-    """Begin the state of a run, or read that of a checkpoint, with what decides about its end.
+class Engine:
+    """A model, and once `prepare` was called what trains it.
 
-    Raises: CheckpointError for one that is after the last step of the schedule; DivergedError.
+    `wrapped` is what a training step calls: the model, DDP around it, or DeepSpeed's engine.
+    transformers' `deepspeed_init` reads model, args, accelerator, optimizer and lr_scheduler, and
+    calls `create_optimizer` and `create_scheduler`.
     """
-    if checkpoint is None:
-        trainer.state = TrainerState(stateful_callbacks=[trainer.control], total_flos=0.0)
-        trainer.state.train_batch_size = trainer.args.per_device_train_batch_size
-    else:
-        trainer.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-        global_step = trainer.state.global_step
-        if global_step > max_steps:
-            raise CheckpointError(
-                f"the checkpoint has taken {global_step} steps, and this schedule ends at "
-                f"{max_steps}: nothing is left to train; set more TRAIN_EPOCHS or TRAIN_MAX_STEPS"
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments,
+        process: Process,
+        config: Config,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
+        self.model = model
+        self.args = args
+        self.process = process
+        self.tokenizer = tokenizer
+        self.config = config
+        self.accelerator = create_accelerator(model, args)
+        self.wrapped: Any = model
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self.text_config = model.config.get_text_config()
+        self.base_use_cache = getattr(self.text_config, "use_cache", None)  # saved with the weights
+        model.config.use_cache = self.text_config.use_cache = False
+        self.is_deepspeed = self.accelerator.state.deepspeed_plugin is not None
+        self.trains_divided = trains_divided(model)
+        self.shares_experts = ranks_of_experts(model) > 1
+        self._parameters: list[nn.Parameter] | None = None
+
+    def prepare(self, steps: int) -> None:
+        """Wrap the model, and make the optimizer and the schedule of so many steps."""
+        self.args.lr_scheduler_kwargs = options_of(self.args, steps)
+        if self.is_deepspeed:
+            self.optimizer, self.lr_scheduler = deepspeed_init(self, num_training_steps=steps)
+        self.create_optimizer()
+        accelerator = self.accelerator
+        if self.shares_experts:
+            expert_parallel.average_own_gradients(self.model, self.process)
+        if is_divided(self.model) or self.shares_experts:
+            self.wrapped = self._wrap_divided()
+            self.optimizer = accelerator.prepare(self.optimizer)
+        elif isinstance(self.lr_scheduler, DummyScheduler):
+            self.wrapped, self.optimizer, self.lr_scheduler = accelerator.prepare(
+                self.model, self.optimizer, self.lr_scheduler
             )
-        guards = trainer.state.stateful_callbacks.get(GUARDS, {})
-        trainer.guard.skipped += guards.get("skipped_steps", [])
-        trainer.loss_watch.replay(trainer.state.log_history)
-    # a resumed state has the logging and saving intervals of the run that wrote it; use ours
-    trainer.state.compute_steps(trainer.args, max_steps)
-    trainer.state.init_training_references(trainer, max_steps, epochs, None)
+        else:
+            self.wrapped, self.optimizer = accelerator.prepare(self.model, self.optimizer)
+        self.create_scheduler(steps)
+        if self.args.lr_scheduler_type != SchedulerType.CONSTANT:
+            start_warm_up(self.lr_scheduler, self.args.get_warmup_steps(steps))
+        warning = schedule_warning(self.args, steps)
+        if warning is not None:
+            logger.warning("warning: %s", warning)
 
+    def create_optimizer(self) -> Any:
+        """Return the optimizer, which is created at the first call."""
+        if self.optimizer is None:
+            self.optimizer = create_optimizer(self.model, self.args, self.config)
+        return self.optimizer
 
-def prepare(trainer: "SftTrainer", checkpoint: Path | None, loader: DataLoader) -> None:
-    """Wrap the model for its strategy, and make optimizer and schedule, or load their state."""
-    max_steps = trainer.state.max_steps
-    trainer.args.lr_scheduler_kwargs = options_of(trainer.args, max_steps)
-    if trainer.processing_class is not None:
-        align_special_tokens(trainer.model, trainer.processing_class)
-    if checkpoint is not None and not trainer.is_deepspeed_enabled:
-        load_weights(trainer, checkpoint)
-    if trainer.is_deepspeed_enabled:
-        trainer.optimizer, trainer.lr_scheduler = deepspeed_init(
-            trainer, num_training_steps=max_steps
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Return the schedule, which is created at the first call."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = get_scheduler(
+                self.args.lr_scheduler_type,
+                optimizer=optimizer or self.optimizer,
+                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+                num_training_steps=num_training_steps,
+                scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+            )
+        return self.lr_scheduler
+
+    @property
+    def torch_optimizer(self) -> Any:
+        """torch's optimizer, in the wrappers of accelerate and DeepSpeed."""
+        return innermost(self.optimizer)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.lr_scheduler.get_last_lr()[0])
+
+    def start_epoch(self) -> None:
+        """Put the model into training mode, and list its parameters once for all steps."""
+        self.wrapped.train()  # a model that was just loaded is partly in evaluation mode
+        # FSDP has other parameters around each pass if it divides those that train
+        self._parameters = None if self.trains_divided else list(self.wrapped.parameters())
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients of a loss that is already a share of its step's."""
+        if self.is_deepspeed:
+            self.accelerator.backward(loss, scale_wrt_gas=False)
+        else:
+            self.accelerator.backward(loss)
+
+    def clip_gradients(self) -> Tensor | float:
+        """Clip the gradients to train.max_grad_norm; return their norm before that."""
+        most = self.args.max_grad_norm or math.inf
+        if self.shares_experts:
+            return expert_parallel.clip_gradients(self._trained(), most)
+        norm = self.accelerator.clip_grad_norm_(self._trained(), most)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if self.is_deepspeed and isinstance(norm, Tensor):
+            norm = norm.item()
+        return norm
+
+    def end_step(self) -> None:
+        """Step the schedule, unless the optimizer left out its step, and drop the gradients."""
+        if not self.accelerator.optimizer_step_was_skipped:
+            self.lr_scheduler.step()
+        for parameter in self._trained():
+            parameter.grad = None
+
+    def _trained(self) -> Iterable[nn.Parameter]:
+        return self._parameters or self.wrapped.parameters()
+
+    def _wrap_divided(self) -> nn.Module:
+        """Return a divided model with autocast, the adapters that all ranks have wrapped in DDP.
+
+        accelerate refuses DDP around a model with divided weights (models.sharding), although it
+        need not know of them, nor of experts that other ranks lack (models.expert_parallel).
+        """
+        model, accelerator = self.model, self.accelerator
+        # autocast only: what is offloaded stays in host memory
+        accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        if self.trains_divided:
+            return model
+        parameters = dict(model.named_parameters())
+        left_alone = [
+            name
+            for name, tensor in parameters.items()
+            if not tensor.requires_grad or part_of(tensor) is not None
+        ]
+        if len(left_alone) == len(parameters):
+            return model
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_alone)
+        on_gpu = accelerator.device.type == "cuda"
+        return DistributedDataParallel(
+            model,
+            device_ids=[accelerator.local_process_index] if on_gpu else None,
+            **accelerator.ddp_handler.to_kwargs(),
         )
-    trainer.create_optimizer()
-    accelerator = trainer.accelerator
-    if trainer.shares_experts:
-        expert_parallel.average_own_gradients(trainer.model, trainer.process)
-    if is_divided(trainer.model) or trainer.shares_experts:
-        trainer.model_wrapped = wrap_divided(trainer)
-        trainer.optimizer = accelerator.prepare(trainer.optimizer)
-    elif isinstance(trainer.lr_scheduler, DummyScheduler):
-        trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler = accelerator.prepare(
-            trainer.model, trainer.optimizer, trainer.lr_scheduler
-        )
-    else:
-        trainer.model_wrapped, trainer.optimizer = accelerator.prepare(
-            trainer.model, trainer.optimizer
-        )
-    trainer.create_scheduler(num_training_steps=max_steps)
-    warmup = trainer.args.get_warmup_steps(max_steps)
-    if trainer.args.lr_scheduler_type != SchedulerType.CONSTANT:
-        begin_warm_up(trainer.lr_scheduler, warmup)
-    warning = schedule_warning(trainer.args, max_steps)
-    if warning is not None:
-        logger.warning("warning: %s", warning)
-    if checkpoint is not None:
-        if trainer.is_deepspeed_enabled:
-            load_weights(trainer, checkpoint)
-        load_optimizer(trainer, checkpoint)
-    handler = trainer.callback_handler
-    handler.model, handler.train_dataloader = trainer.model, loader
-    handler.optimizer, handler.lr_scheduler = trainer.optimizer, trainer.lr_scheduler
-    trainer.model_wrapped.zero_grad()
 
 
-def wrap_divided(trainer: "SftTrainer") -> nn.Module:
-    """Return a divided model with autocast, the adapters that all ranks have wrapped in DDP.
+def create_optimizer(model: PreTrainedModel, args: TrainingArguments, config: Config) -> Optimizer:
+    """Return the optimizer; B of LoRA+ and vision encoders have groups if they have rates."""
+    with_decay, without = [], []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (with_decay if decays(model, name) else without).append(parameter)
+    kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)
+    if config.train.optim == "muon":  # which transformers lacks; these are AdamW's settings
+        kind, settings = Muon, {**settings, "matrices": hidden_matrices(model)}
+    groups = [
+        {"params": with_decay, "weight_decay": args.weight_decay},
+        {"params": without, "weight_decay": 0.0},
+    ]
+    optimizer = kind(groups, **settings)
+    if settings.get("optim_bits") == 8:
+        keep_embedding_moments_exact(model)
+    if config.tuning.lora.loraplus_lr_ratio is not None:
+        raise_learning_rate_of_b(optimizer, model, config.tuning.lora.loraplus_lr_ratio)
+    if config.tuning.towers_learning_rate is not None:
+        factor = config.tuning.towers_learning_rate / args.learning_rate
+        set_group_rate(optimizer, set(map(id, trained_tower_weights(model))), factor)
+    return optimizer
 
-    accelerate refuses DDP around a model with divided weights (models.sharding), although it need
-    not know of them, nor of experts that are not those of other ranks (models.expert_parallel).
+
+def decays(model: nn.Module, name: str) -> bool:
+    """Return whether weight decay applies to a parameter: not to biases, and not to norms."""
+    module, _, word = name.rpartition(".")
+    is_norm = "norm" in type(model.get_submodule(module)).__name__.lower()
+    return not is_norm and "bias" not in word
+
+
+def keep_embedding_moments_exact(model: nn.Module) -> None:
+    """Let bitsandbytes' 8-bit optimizers keep 32 bits of the moments of embeddings."""
+    import bitsandbytes  # seconds, so only for these optimizers
+
+    manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
+
+
+def raise_learning_rate_of_b(optimizer: Optimizer, model: nn.Module, ratio: float) -> None:
+    """Move the parameters of B to groups of their own, with `ratio` times the learning rate.
+
+    LoRA+ (Hayou et al., arXiv 2402.12354), for the optimizer of train.optim. Modules that are
+    trained as a whole keep their rate. Call it before the first step and before a schedule is made.
+    The first group keeps its rate, which is the one that is logged.
     """
-    model, accelerator = trainer.model, trainer.accelerator
-    # autocast alone: what is offloaded stays in host memory
-    accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-    if trainer.trains_divided:
-        return model
-    shared, left_alone = [], []
-    for name, tensor in model.named_parameters():
-        is_shared = tensor.requires_grad and part_of(tensor) is None
-        (shared if is_shared else left_alone).append(name)
-    if not shared:
-        return model
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_alone)
-    on_gpu = accelerator.device.type == "cuda"
-    return DistributedDataParallel(
-        model,
-        device_ids=[accelerator.local_process_index] if on_gpu else None,
-        **accelerator.ddp_handler.to_kwargs(),
+    faster_ids: set[int] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and any(word in name for word in FASTER):
+            faster_ids.add(id(parameter))
+    assert faster_ids, "no adapter has a B matrix"
+    set_group_rate(optimizer, faster_ids, ratio)
+
+
+def set_group_rate(optimizer: Optimizer, chosen: set[int], factor: float) -> None:
+    """Move parameters, by their `id`, to groups of their own, with `factor` times the rate."""
+    for group in list(optimizer.param_groups):
+        own = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        if not own:
+            continue
+        group["params"] = [part for part in group["params"] if id(part) not in chosen]
+        options = {name: value for name, value in group.items() if name != "params"}
+        optimizer.add_param_group({**options, "params": own, "lr": factor * group["lr"]})
+
+
+def create_accelerator(model: PreTrainedModel, args: TrainingArguments) -> Accelerator:
+    """Return accelerate's object for the process group that was joined."""
+    # a view saves one copy of the gradients
+    ddp = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True,
+        find_unused_parameters=bool(args.ddp_find_unused_parameters),
+        bucket_cap_mb=args.ddp_bucket_cap_mb,
+        broadcast_buffers=bool(args.ddp_broadcast_buffers),
+    )
+    loading = args.accelerator_config
+    return Accelerator(
+        mixed_precision=args.mixed_precision,
+        deepspeed_plugin=args.deepspeed_plugin,
+        # steps are cut into micro-batches here, and losses are shares of a step's
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dataloader_config=DataLoaderConfiguration(
+            even_batches=loading.even_batches, non_blocking=loading.non_blocking
+        ),
+        kwargs_handlers=[ddp],
     )
 
 
-def clip_gradients(
-    trainer: "SftTrainer", parameters: Iterable[nn.Parameter]
-) -> torch.Tensor | float:
-    """Clip the gradients to train.max_grad_norm; return their norm before that."""
-    most = trainer.args.max_grad_norm or math.inf
-    if trainer.shares_experts:
-        return expert_parallel.clip_gradients(parameters, most)
-    norm = trainer.accelerator.clip_grad_norm_(parameters, most)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if trainer.is_deepspeed_enabled and isinstance(norm, torch.Tensor):
-        norm = norm.item()
-    return norm
+def start_warm_up(schedule: Any, warmup: int) -> None:
+    """Let the warm-up of a schedule, which may be wrapped, start at 1/W of the rate.
 
-
-def begin_warm_up(schedule: Any, warmup: int) -> None:
-    """Let the warm-up of a schedule, which may be wrapped, begin at 1/W of the rate.
-
-    transformers' begins at 0: a run of one step would train nothing. So each step of the warm-up
+    transformers' starts at 0: a run of one step would train nothing. So each step of the warm-up
     has the rate of transformers' next step, and the last one the peak.
     """
 
@@ -162,36 +301,10 @@ def begin_warm_up(schedule: Any, warmup: int) -> None:
     apply_schedule(schedule)
 
 
-def set_rates(trainer: "SftTrainer", optimizer: Optimizer, model: nn.Module) -> None:
-    """Give the B matrices of LoRA+, and towers, the learning rates that the run asks for."""
-    if trainer.loraplus_lr_ratio is not None:
-        raise_learning_rate_of_b(optimizer, model, trainer.loraplus_lr_ratio)
-    if trainer.towers_learning_rate is not None:
-        factor = trainer.towers_learning_rate / trainer.args.learning_rate
-        give_own_rate(optimizer, set(map(id, trainer.tower_weights)), factor)
-
-
-def raise_learning_rate_of_b(optimizer: Optimizer, model: nn.Module, ratio: float) -> None:
-    """Move the parameters of B to groups of their own, with `ratio` times the learning rate.
-
-    LoRA+ (Hayou et al., arXiv 2402.12354), for the optimizer of train.optim. Whole modules keep
-    their rate. Call it before the first step and before a schedule is made. The first group keeps
-    its rate: it is the one that is logged.
-    """
-    faster_ids: set[int] = set()
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and any(word in name for word in FASTER):
-            faster_ids.add(id(parameter))
-    assert faster_ids, "no adapter has a B matrix"
-    give_own_rate(optimizer, faster_ids, ratio)
-
-
-def give_own_rate(optimizer: Optimizer, chosen: set[int], factor: float) -> None:
-    """Move parameters, by their `id`, to groups of their own, with `factor` times the rate."""
-    for group in list(optimizer.param_groups):
-        own = [parameter for parameter in group["params"] if id(parameter) in chosen]
-        if not own:
-            continue
-        group["params"] = [part for part in group["params"] if id(part) not in chosen]
-        options = {name: value for name, value in group.items() if name != "params"}
-        optimizer.add_param_group({**options, "params": own, "lr": factor * group["lr"]})
+def apply_schedule(schedule: LambdaLR) -> None:
+    """Give the optimizer the rates of its schedule for the step to come."""
+    pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    rates = [base * factor(schedule.last_epoch) for base, factor in pairs]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates  # what is logged

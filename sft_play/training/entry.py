@@ -4,6 +4,7 @@ Hears signals from its first moment, finds its process in the run, opens run.jso
 backend in the right order, and runs the worker. What takes seconds to import is imported inside.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -76,3 +77,22 @@ def _run(
     if not timeline.spans:
         timeline.note("imports")
     worker.run(planned, folder, process, recorder, signals)
+
+
+def wait_for_folder(descriptor: int, parent: int) -> str:
+    """Return the run folder that comes on a pipe, once everything is imported.
+
+    Ends this process if none comes, and with the command that started it: it says why it failed.
+    """
+    stops.end_with_parent(parent=parent)
+    opener.start()
+    from sft_play.training import runtime, worker  # noqa: F401 - so that they are loaded
+
+    timeline.note("imports")
+    with os.fdopen(descriptor, encoding="utf-8") as pipe:
+        folder = pipe.readline().removesuffix("\n")
+    if not folder:
+        sys.exit()
+    stops.outlive_parent()
+    peers.end_with_launcher()
+    return folder

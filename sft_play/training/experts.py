@@ -27,6 +27,7 @@ from sft_play.models.experts import (
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.process import Process
 from sft_play.runs.report import ExpertsReport
+from sft_play.training.guards import module_of
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ def untrained_adapters(model: nn.Module, process: Process) -> dict[str, list[int
         b = module.lora_B[ADAPTER].weight
         if hasattr(b, "ds_id"):
             continue
-        key = _public_name(name)
+        key = module_of(name)
         experts = 1
         if isinstance(module, ParamWrapper):
             key = f"{key}.{module.parameter_name}"
@@ -209,7 +210,7 @@ def experts_report(use: ExpertUse, model: nn.Module, process: Process) -> Expert
     for name, counts in tokens.items():
         numbers = [number for number, count in enumerate(counts) if count == 0]
         if numbers:
-            never[_public_name(name)] = numbers
+            never[module_of(name)] = numbers
         shares.append(max(counts) / sum(counts))
     return ExpertsReport(
         layers=len(tokens),
@@ -253,8 +254,3 @@ def _named(found: dict[str, list[int]]) -> str:
     if len(found) > NAMED:
         parts.append(f"{len(found) - NAMED} more in run.json")
     return "; ".join(parts)
-
-
-def _public_name(name: str) -> str:
-    """Return the name that a module has in the base model."""
-    return name.replace(".base_layer", "").removeprefix("base_model.model.")

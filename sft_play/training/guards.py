@@ -1,9 +1,9 @@
 """Guards of a run's steps: against NaN, and weights that no gradient reaches.
 
-A loss that is NaN or infinite makes all gradients of its micro-batch NaN (`spread`). The sum over
-ranks makes those of every rank NaN, so the gradient norm tells all ranks in the step itself,
-without a collective or a wait for a micro-step. torch's fused optimizers read it on the device
-(found_inf) and write nothing; the host reads the norm one step later, when the GPU has long
+A loss that is NaN or infinite makes all gradients of its micro-batch NaN (`batches.spread`). The
+sum over ranks makes those of every rank NaN, so the gradient norm tells all ranks in the step
+itself, without a collective or a wait for a micro-step. torch's fused optimizers read it on the
+device (found_inf) and write nothing; the host reads the norm one step later, when the GPU has long
 computed it. Other optimizers wait for the norm of each step, and get no gradients. DeepSpeed, and
 the loss scaler of fp16, leave such a step out themselves.
 
@@ -16,7 +16,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ from torch import Tensor, nn
 from sft_play.errors import DivergedError
 from sft_play.models.sharding import own_part
 from sft_play.process import Process
-
-if TYPE_CHECKING:
-    from sft_play.training.trainer import SftTrainer
+from sft_play.training.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -72,64 +70,52 @@ class StepGuard:
         self.most_skipped = most_skipped
         self.rows_of = rows_of
         self.skipped: list[int] = []  # the steps that were left out
-        self._losses: list[Tensor] = []  # of the micro-batches of the step that continues
-        self._loss_before: Tensor | None = None  # summed since the last log
         self._facts: deque[StepFacts] = deque()
 
-    def begin(self, summed_loss: Tensor) -> None:
-        """Begin a step, with the loss that is summed since the last log."""
-        self._losses.clear()
-        if self.skips:
-            self._loss_before = summed_loss.clone()
+    def record(
+        self, engine: Engine, step: int, norm: Tensor | float, losses: Sequence[Tensor]
+    ) -> Tensor:
+        """Keep the optimizer from a step that is not finite. Call it right before its step.
 
-    def add_loss(self, loss: Tensor) -> None:
-        """Add the loss of a micro-batch of this step."""
-        self._losses.append(loss.detach())
-
-    def judge(self, trainer: "SftTrainer", norm: Tensor | float) -> None:
-        """Keep the optimizer from a step that is not finite. Call it right before its step."""
-        device = trainer.args.device
+        `losses` are those of the step's micro-batches. Returns whether the step counts, a tensor on
+        the device.
+        """
+        device = engine.args.device
         norm = torch.as_tensor(norm, dtype=torch.float32, device=device).reshape(())
-        values = torch.stack([norm, *(loss.float().to(device) for loss in self._losses)])
+        values = torch.stack([norm, *(loss.float() for loss in losses)])
         is_finite = torch.isfinite(norm)
         is_bad: bool | None = None
         was_applied = False
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        if trainer.args.fp16:
+        optimizer = engine.torch_optimizer
+        if engine.args.fp16:
             # a norm that overflows is the loss scaler's; it waits for each step, too
             is_bad = bool(self.process.max(int(not torch.isfinite(values[1:]).all())))
             is_finite = torch.tensor(not is_bad, device=device)
-        elif trainer.is_deepspeed_enabled:
-            was_applied = trainer.model_wrapped.was_step_applied()
+        elif engine.is_deepspeed:
+            was_applied = engine.wrapped.was_step_applied()
             if not was_applied:
-                trainer.lr_scheduler.step()  # as elsewhere: a step left out is one of the schedule
-        elif optimizer.defaults.get("fused") and not trainer.trains_divided:
+                engine.lr_scheduler.step()  # as elsewhere: a step left out is one of the schedule
+        elif optimizer.defaults.get("fused") and not engine.trains_divided:
             # torch's fused optimizers read it on the device, for plain tensors
             optimizer.found_inf = 1.0 - is_finite.float()
         elif not is_finite:
             optimizer.zero_grad(set_to_none=True)  # it leaves out what has no gradient
-        if self.skips:
-            summed = trainer.summed_loss
-            summed.copy_(torch.where(is_finite, summed, self._loss_before.to(summed.device)))
         arrival = None
         if values.device.type == "cuda":
             values = values.to("cpu", non_blocking=True)
             arrival = torch.cuda.Event()
             arrival.record()
-        step = trainer.state.global_step + 1
         self._facts.append(StepFacts(step, values, arrival, is_bad, was_applied))
+        return is_finite
 
-    def end_step(self, learning_rate: float) -> None:
-        """Look at the steps whose values are there: on a GPU all but the last. See `settle`."""
-        is_on_its_way = bool(self._facts) and self._facts[-1].arrival is not None
-        self.settle(learning_rate, keep=int(is_on_its_way))
+    def flush(self, learning_rate: float, keeps_last: bool = False) -> None:
+        """Raise the error of the steps so far that are not finite. Every rank must call it.
 
-    def settle(self, learning_rate: float, keep: int = 0) -> None:
-        """Look at the steps so far, but for the last `keep`. Every rank must call it.
-
+        With `keeps_last` the last step is left for later if its values are on their way from a GPU.
         Raises: DivergedError, on every rank, for a step that is not finite and not left out.
         """
-        while len(self._facts) > keep:
+        keeps_last = keeps_last and bool(self._facts) and self._facts[-1].arrival is not None
+        while len(self._facts) > keeps_last:
             facts = self._facts.popleft()
             if facts.arrival is not None:
                 facts.arrival.synchronize()
@@ -187,14 +173,6 @@ class StepGuard:
             logs["loss"] *= steps / (steps - left_out)
 
 
-def spread(loss: Tensor) -> Tensor:
-    """Return a loss whose gradients are NaN if it is NaN or infinite, else the loss itself.
-
-    An infinite loss may have finite gradients: of a target whose logit is -inf.
-    """
-    return loss * (1.0 + 0.0 * loss.detach())  # times 1, or NaN
-
-
 def _named(rows: Sequence[str]) -> str:
     return f"; its rows: {_listed(rows)}" if rows else ""
 
@@ -215,30 +193,31 @@ class GradientWatch:
         self.process = process
         self.stops = policy == "stop"
         self._waiting: dict[str, nn.Parameter] | None = None
-        self._has_judged = False
+        self._is_done = False
 
-    def look(self, trainer: "SftTrainer") -> None:
-        """Look at the gradients of a step, before they are zeroed. Every rank must call it.
+    def record(self, engine: Engine, step: int, steps: int) -> None:
+        """Record the gradients of a step of so many, before they are zeroed.
+
+        Every rank must call it.
 
         Raises: DivergedError with the modules whose adapters never got a gradient.
         """
-        if self._has_judged:
+        if self._is_done:
             return
-        step = trainer.state.global_step + 1
         if self._waiting is None:
-            self._waiting = watched(trainer.model)
+            self._waiting = watched(engine.model)
             for name in moved(self._waiting) if step > 1 else ():  # before the run was resumed
                 del self._waiting[name]
         if self._waiting:
-            seen = moved if trainer.is_deepspeed_enabled else with_gradient
-            for name in seen(self._waiting):
+            find = moved if engine.is_deepspeed else with_gradient
+            for name in find(self._waiting):
                 del self._waiting[name]
-        if step >= min(WATCHED_STEPS, trainer.state.max_steps):
-            self._judge(step)
+        if step >= min(WATCHED_STEPS, steps):
+            self._raise_if_missed(step)
 
-    def _judge(self, steps: int) -> None:
-        """Name what no rank has seen a gradient of. Raises: DivergedError."""
-        self._has_judged = True
+    def _raise_if_missed(self, steps: int) -> None:
+        """Report what no rank has seen a gradient of. Raises: DivergedError."""
+        self._is_done = True
         missed = set.intersection(*map(set, self.process.gather(list(self._waiting or {}))))
         self._waiting = None
         if not missed:
@@ -260,8 +239,9 @@ class Movement:
     `has_moved` says that they had changed before the run was resumed.
     """
 
-    def __init__(self, model: nn.Module, has_moved: bool = False):
+    def __init__(self, model: nn.Module, process: Process, has_moved: bool = False):
         self.model = model
+        self.process = process
         self.before = self.sample()
         self._had_moved = has_moved
 
@@ -271,15 +251,15 @@ class Movement:
         held = (own_part(getattr(tensor, "ds_tensor", tensor)).detach() for tensor in trained)
         return [tensor.flatten()[:COMPARED_NUMBERS].clone() for tensor in held]
 
-    def has_moved(self, process: Process) -> bool:
+    def has_moved(self) -> bool:
         """Return whether a number has changed on any rank. Every rank must call it."""
         pairs = zip(self.before, self.sample(), strict=True)
         has_changed = self._had_moved or any(not torch.equal(*pair) for pair in pairs)
-        return any(process.gather(has_changed))
+        return any(self.process.gather(has_changed))
 
-    def check(self, process: Process, steps: int, learning_rate: float) -> None:
+    def raise_if_unmoved(self, steps: int, learning_rate: float) -> None:
         """Raise DivergedError on every rank if none of the numbers has changed on any."""
-        if not self.has_moved(process):
+        if not self.has_moved():
             dtype = str(self.before[0].dtype).removeprefix("torch.")
             raise DivergedError(
                 f"no weight has changed in {steps} steps: updates of train.learning_rate="
@@ -316,8 +296,7 @@ def moved(waiting: dict[str, nn.Parameter]) -> list[str]:
     found = []
     for name, parameter in waiting.items():
         begins_as_zero = "lora_B" in name or "lora_embedding_B" in name
-        own = getattr(parameter, "ds_tensor", parameter)
-        if not begins_as_zero or own.detach().any():
+        if not begins_as_zero or getattr(parameter, "ds_tensor", parameter).detach().any():
             found.append(name)
     return found
 

@@ -3,10 +3,8 @@
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +13,6 @@ from sft_play.evaluation import measured
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.scores import (
     GenerationScores,
-    Question,
     Scores,
     answers_jsonl,
     losses_jsonl,
@@ -28,26 +25,16 @@ from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import SampleAnswer
 from sft_play.runs.report import RunReport
+from sft_play.training.events import sample_answers
+from sft_play.training.loop import TrainingLoop
 from sft_play.training.memory_lines import lines_after_training
 from sft_play.training.recorder import RunRecorder
 
-if TYPE_CHECKING:
-    from sft_play.training.trainer import SftTrainer
-
 logger = logging.getLogger(__name__)
 
-SAMPLES = 3
 WIDTH = 160  # characters of a sample's line
 FREE_SECONDS = 10.0  # of a score before training, however short the training is
 TRAINING_PASSES = 3.0  # a training step takes so many forward passes
-
-
-def sample_answers(questions: Sequence[Question], scores: GenerationScores) -> list[SampleAnswer]:
-    """Return up to three answers, spread over the set, each with its question."""
-    count = len(scores.answers)
-    chosen = sorted({i * count // SAMPLES for i in range(SAMPLES)})
-    pairs = ((questions[index], scores.answers[index].text) for index in chosen)
-    return [SampleAnswer(row.plain_prompt, row.expected, answer) for row, answer in pairs]
 
 
 @dataclass
@@ -57,7 +44,7 @@ class HeldOutEvaluation:
     Answers go to <when>.jsonl, the loss of each row to <when>.losses.jsonl.
     """
 
-    trainer: "SftTrainer"
+    loop: TrainingLoop
     evaluator: Evaluator
     folder: RunFolder
     recorder: RunRecorder
@@ -76,18 +63,18 @@ class HeldOutEvaluation:
         Before, that is the base as it was published, also if it is trained to be rounded.
         """
         is_plain = when == "before"
-        plain = as_trained(self.trainer.model) if is_plain else contextlib.nullcontext()
+        plain = as_trained(self.loop.engine.model) if is_plain else contextlib.nullcontext()
         with timeline.span(f"scores {when}"), plain:
             if is_plain:
                 self.bound()
-            scores = self.trainer.score(self.evaluator, "test")
+            scores = self.loop.score(self.evaluator, "test")
         self.scores[when] = scores
         rows = len(self.evaluator.scored)
         self.recorder.update(
             metrics={**self.recorder.report.metrics, when: {**scores.as_metrics(), "rows": rows}},
-            global_step=self.trainer.state.global_step,
+            global_step=self.loop.state.global_step,
         )
-        self.trainer.log(scores.as_test_metrics())
+        self.loop.log(scores.as_test_metrics())
         if self.recorder.rank != 0:
             return
         answers = answers_jsonl(self.evaluator.questions, scores)
@@ -101,17 +88,17 @@ class HeldOutEvaluation:
 
         Too long is more than FREE_SECONDS, and both times more than train.eval_time_budget.
         """
-        evaluator, trainer = self.evaluator, self.trainer
+        evaluator, loop = self.evaluator, self.loop
         budget = evaluator.train.eval_time_budget
         if budget is None:
             return
-        layout, generates = trainer.order.layout, evaluator.train.predict_with_generate
-        model = trainer.model
-        with trainer.memory.phase("evaluation"), trainer.speed.evaluating(model):
+        layout, generates = loop.order.layout, evaluator.train.predict_with_generate
+        model = loop.engine.model
+        with loop.memory.phase("evaluation"), loop.speed.evaluating(model):
             token_seconds = measured.loss_seconds(evaluator, model) / layout.replicas
             loss_seconds = token_seconds * int(evaluator.split.lengths.sum())
-            steps = trainer.state.max_steps - trainer.state.global_step
-            tokens = steps * layout.rows_per_step * float(np.mean(trainer.order.lengths))
+            steps = loop.state.max_steps - loop.state.global_step
+            tokens = steps * layout.rows_per_step * float(np.mean(loop.order.lengths))
             planned = TRAINING_PASSES * token_seconds * tokens
             if self.speed is not None:
                 planned = tokens / self.speed.tokens_per_second
@@ -129,7 +116,13 @@ class HeldOutEvaluation:
                 "the scores before and after training use %d of %d held-out rows and %d of %d "
                 "answers: all would need more than %.0f s, and training needs about %.0f s "
                 "(train.eval_time_budget=%g); TRAIN_EVAL_TIME_BUDGET=null scores all",
-                *(rows, len(evaluator.split), answers, all_answers, seconds, planned, budget),
+                rows,
+                len(evaluator.split),
+                answers,
+                all_answers,
+                seconds,
+                planned,
+                budget,
             )
         evaluator.limit(rows, answers)
 
@@ -140,6 +133,7 @@ def summary_lines(
     """Return scores before and after, sample answers, speed, and what to type next."""
     name = folder.name
     next_line = f"next     make chat RUN={name} | make eval RUN={name} | make merge RUN={name}"
+    warning = [f"warning: {report.warning}"] if report.warning else []
     return [
         *score_lines(held_out),
         "",
@@ -148,7 +142,7 @@ def summary_lines(
         f"weights  {weights}",
         f"run      {folder.path}  (run.json, eval/, logs/, tb/)",
         f"report   {folder.path / 'report.html'}",
-        *([f"warning: {report.warning}"] if report.warning else []),
+        *warning,
         report.cause or next_line,
     ]
 

@@ -99,7 +99,6 @@ class MemoryMeter:
         self._is_gpu = process.is_gpu
         self.is_exact = process.is_gpu  # exact enough to choose a batch size
         self.current_phase: str | None = None
-        self._is_paused = False
         self._phases: dict[str, int] = {}
         self._reserved = [0] * len(process.devices)
         self._before_training = self._reserved
@@ -109,8 +108,6 @@ class MemoryMeter:
 
     def enter(self, phase: str | None) -> None:
         """End the current phase and begin `phase`, or none."""
-        if self._is_paused:
-            return
         self._record()
         self.current_phase = phase
         self.times.enter(phase)
@@ -123,14 +120,25 @@ class MemoryMeter:
         self.enter(None)
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Record no phase inside this context: `reset` and `peak_bytes` measure there."""
+    def apart(self) -> Iterator[None]:
+        """Keep what is measured inside this context out of the peaks of the run."""
         self.enter(None)
-        self._is_paused = True
+        kept = self._phases, self._reserved
+        self._phases, self._reserved = {}, list(self._reserved)
         try:
             yield
         finally:
-            self._is_paused = False
+            self.enter(None)
+            self._phases, self._reserved = kept
+
+    def take_phases(self) -> dict[str, int]:
+        """Return the peak of allocated bytes of each phase since this was last called.
+
+        On a CPU it is the memory that was resident when the phase ended.
+        """
+        self.enter(None)
+        phases, self._phases = self._phases, {}
+        return phases
 
     def watch_optimizer(self, optimizer: Any) -> None:
         """Enter the phase `optimizer` for each step of an optimizer, which may be wrapped.
@@ -141,14 +149,8 @@ class MemoryMeter:
         inner.register_step_pre_hook(lambda *_: self.enter("optimizer"))
         inner.register_step_post_hook(lambda *_: self.enter(None))
 
-    def reset(self) -> None:
-        """Reset the peak that `peak_bytes` returns."""
-        if self._is_gpu:
-            for device in self.process.devices:
-                torch.cuda.reset_peak_memory_stats(device)
-
     def peak_bytes(self) -> int:
-        """Return the peak of allocated bytes since `reset` or the start of the phase.
+        """Return the peak of allocated bytes since the start of the phase.
 
         On a CPU it is the memory that is resident now, not a peak.
         """
@@ -190,16 +192,14 @@ class MemoryMeter:
 
     def phase_peaks(self) -> dict[str, int]:
         """Return the peak bytes of each phase that was entered, with the context; {} on a CPU."""
+        if not self._is_gpu:
+            return {}
         self._record()
         context = self.context_bytes()
         return {name: allocated + context for name, allocated in self._phases.items()}
 
-    def reserved_peak_bytes(self) -> int:
-        """Return the peak that torch's allocator reserved in the run; on a CPU, resident memory."""
-        return max(self._reserved_peaks())
-
     def _reserved_peaks(self) -> list[int]:
-        """Return the peak of each device of this rank."""
+        """Return what torch's allocator reserved at most, by device; on a CPU, resident memory."""
         if not self._is_gpu:
             return [resident_peak_bytes()]
         self._record()
@@ -214,11 +214,10 @@ class MemoryMeter:
 
         The GPUs of a run with one process count as ranks.
         """
-        own = []
-        peaks = self._reserved_peaks()
-        for number, device in enumerate(self.process.devices):
-            rank = self.process.rank + number
-            own.append(rank_memory(rank, device, self._before_training[number], peaks[number]))
+        facts = zip(
+            self.process.devices, self._before_training, self._reserved_peaks(), strict=True
+        )
+        own = [rank_memory(self.process.rank + number, *each) for number, each in enumerate(facts)]
         return list(itertools.chain.from_iterable(self.process.gather(own)))
 
     def gib_now(self) -> dict[str, float]:
@@ -235,21 +234,24 @@ class MemoryMeter:
 
     def run_peak_bytes(self) -> int:
         """Return the peak of the whole run: what the allocator reserved, plus the context."""
-        return self.reserved_peak_bytes() + self.context_bytes()
+        return max(self._reserved_peaks()) + self.context_bytes()
 
     def peaks_over_ranks(self, phases: Iterable[str]) -> Peaks:
         """Return the largest peaks over all ranks. Every rank must call it."""
-        own = self.phase_peaks()
-        largest = {name: self.process.max(own.get(name, 0)) for name in phases}
+        own = Peaks(self.run_peak_bytes(), max(self._reserved_peaks()), self.phase_peaks())
+        ranks = self.process.gather(own)
+        largest = {name: max(rank.phases.get(name, 0) for rank in ranks) for name in phases}
         return Peaks(
-            measured=self.process.max(self.run_peak_bytes()),
-            reserved=self.process.max(self.reserved_peak_bytes()),
+            measured=max(rank.measured for rank in ranks),
+            reserved=max(rank.reserved for rank in ranks),
             phases={name: size for name, size in largest.items() if size > 0},
         )
 
     def _record(self) -> None:
         """Update the peaks of the run and of the current phase, and reset the allocator's."""
         if not self._is_gpu:
+            if self.current_phase is not None:
+                self._phases[self.current_phase] = self.peak_bytes()
             return
         for number, device in enumerate(self.process.devices):
             counters = torch.cuda.memory_stats_as_nested_dict(device)

@@ -1,4 +1,4 @@
-"""What others see of a run while it trains: metrics.jsonl, trackers, and the load of its GPUs.
+"""What others see of a run while it trains: metrics.jsonl, trackers, GPU load, a trace of steps.
 
 `make watch` follows metrics.jsonl: it has each log, and a sign of life in between. One rank of each
 machine samples the machine's GPUs through NVML.
@@ -13,28 +13,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
-from transformers import TrainerCallback
+from torch.profiler import profile, schedule
+from transformers import TrainerCallback, TrainerState
 
 from sft_play.plan.devices import NvmlUnavailable, sample_gpus
 from sft_play.process import Process
 from sft_play.runs import metrics
 from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
 from sft_play.training.context import RunContext
-from sft_play.training.step_trace import StepTrace
+from sft_play.training.events import LogDetails, Observer
 from sft_play.training.trackers import Trackers
-
-if TYPE_CHECKING:
-    from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
 
 BEAT_SECONDS = 5.0  # between two signs of life
 
 
-class MetricsFile(TrainerCallback):
+class MetricsFile(Observer):
     """Appends what is logged, and every BEAT_SECONDS the step and the load of the GPUs.
 
     The signs of life come from a thread, until `end`: they continue during evaluations
@@ -45,12 +43,10 @@ class MetricsFile(TrainerCallback):
         self,
         path: Path | None,
         latest_gpus: Callable[[], Sequence[GpuSample]] = tuple,
-        gpus_of_log: Callable[[], Sequence[GpuSample]] = tuple,
     ):
         self.path = path
         self.latest_gpus = latest_gpus  # of this machine
-        self.gpus_of_log = gpus_of_log  # of all machines, if there is a log of a loss
-        self._state: Any = None  # the trainer's, from the begin of training on
+        self._state: Any = None  # the loop's, from the start of training on
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -58,8 +54,8 @@ class MetricsFile(TrainerCallback):
         """Give no further sign of life."""
         self._ended.set()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out the lines of steps that are taken again, and begin to write."""
+    def start(self, state: TrainerState) -> None:
+        """Leave out the lines of steps that are taken again, and start to write."""
         if self.path is None:
             return
         self._state = state
@@ -71,13 +67,15 @@ class MetricsFile(TrainerCallback):
         self._append(gpus=())
         threading.Thread(target=self._beat, name="metrics", daemon=True).start()
 
-    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+    def on_log(
+        self, *_: Any, logs: dict[str, float], details: LogDetails | None = None, **__: Any
+    ) -> None:
         """Write a line for a log."""
         if self.path is not None:
-            gpus = self.gpus_of_log() if "loss" in logs else ()
+            gpus = details.gpus if details is not None and "loss" in logs else ()
             self._append(values=numbers_in(logs), gpus=tuple(gpus or self.latest_gpus()))
 
-    def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
+    def on_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
         """Write some answers of an evaluation; `rows` names its split."""
         if self.path is not None and answers:
             self._append(answers=tuple(answers), gpus=())
@@ -129,11 +127,9 @@ class GpuSampler:
 
         Every rank must call it.
         """
-        own = []
         host = socket.gethostname()
-        if process.is_gpu:
-            for device in process.devices:
-                own.append((host, f"GPU-{torch.cuda.get_device_properties(device).uuid}"))
+        devices = process.devices if process.is_gpu else ()
+        own = [(host, f"GPU-{torch.cuda.get_device_properties(each).uuid}") for each in devices]
         found = list(itertools.chain.from_iterable(process.gather(own)))
         if process.local_rank != 0:
             return cls({})
@@ -191,6 +187,52 @@ def _mean(samples: Sequence[GpuSample]) -> GpuSample:
     )
 
 
+FIRST_STEP = 6  # kernels are chosen and compiled before
+
+
+class StepTrace(TrainerCallback):
+    """Records `steps` steps of this process from FIRST_STEP on; 0 records nothing."""
+
+    def __init__(self, path: Path, steps: int):
+        self.path = path
+        self.steps = steps
+        cycle = schedule(skip_first=FIRST_STEP - 2, wait=0, warmup=1, active=steps or 1, repeat=1)
+        self.profiler = profile(schedule=cycle, on_trace_ready=self._write) if steps else None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start the profiler; it records nothing before FIRST_STEP."""
+        if self.profiler is not None:
+            self.profiler.start()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Count a step."""
+        if self.profiler is not None:
+            self.profiler.step()
+
+    def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        """Write the steps that were recorded, and warn if there are none."""
+        profiler, self.profiler = self.profiler, None
+        if profiler is None:
+            return
+        profiler.stop()
+        if profiler.step_num < FIRST_STEP:
+            logger.warning(
+                "train.profile_steps=%d: nothing was recorded. This process trained %d steps, and "
+                "records from its step %d on: type TRAIN_MAX_STEPS=%d.",
+                self.steps,
+                profiler.step_num,
+                FIRST_STEP,
+                state.global_step - profiler.step_num + FIRST_STEP + self.steps - 1,
+            )
+
+    def _write(self, profiler: profile) -> None:
+        if profiler.step_num < FIRST_STEP:
+            return  # training ended while FIRST_STEP was about to start
+        self.path.parent.mkdir(exist_ok=True)
+        profiler.export_chrome_trace(str(self.path))
+        logger.info("trace of %d training steps: %s", self.steps, self.path)
+
+
 class Observers:
     """The context in which a run is trained: inside it, threads sample GPUs and write metrics."""
 
@@ -202,15 +244,6 @@ class Observers:
         self.metrics_file = MetricsFile(path, self.gpus.latest)
         steps = context.config.train.profile_steps if context.process.is_main else 0
         self.trace = StepTrace(context.folder.trace, steps)
-
-    def attach(self, trainer: "SftTrainer") -> None:
-        """Show what the trainer logs. Call it before any callback that scores."""
-        boards = [board.note_answers for board in self.trackers.boards]
-        trainer.note_answers += [self.metrics_file.note_answers, *boards]
-        trainer.add_callback(self.metrics_file)
-        trainer.add_callback(self.trace)
-        self.metrics_file.gpus_of_log = lambda: trainer.step_log.gpus
-        self.trackers.more_values = lambda: trainer.step_log.by_rank
 
     def __enter__(self) -> Self:
         self.gpus.begin()

@@ -12,8 +12,8 @@ from sft_play.plan.next_command import after_out_of_memory
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.report import ComponentBytes, OutOfMemoryReport
 from sft_play.training.context import RunContext
+from sft_play.training.loop import TrainingLoop
 from sft_play.training.memory import components
-from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,10 @@ TRANSIENT = ("activations", "logits", "buckets", "graphs", "measured_beyond")
 
 @dataclass
 class OutOfMemoryExplainer:
-    """Explains an out-of-memory error. `trainer` is None until it is built."""
+    """Explains an out-of-memory error. `loop` is None until it is built."""
 
     context: RunContext
-    trainer: SftTrainer | None = None
+    loop: TrainingLoop | None = None
 
     def __call__(self, error: BaseException) -> tuple[str, OutOfMemoryReport]:
         """Return in one line where it happened and what fits, and a report; log the components."""
@@ -50,8 +50,8 @@ class OutOfMemoryExplainer:
             device = torch.device("cuda", int(named[1]))
         phase = context.memory.current_phase
         step = 0  # before the first
-        if self.trainer is not None:
-            step = self.trainer.state.global_step + (phase in STEP_PHASES)
+        if self.loop is not None:
+            step = self.loop.state.global_step + (phase in STEP_PHASES)
         command = after_out_of_memory(
             context.config,
             context.plan,
@@ -86,8 +86,8 @@ class OutOfMemoryExplainer:
     def _measured(self, device: torch.device) -> dict[str, int]:
         memory = self.context.memory
         measured: dict[str, int] = {}
-        if self.trainer is not None:
-            measured = components(self.trainer.model, self.trainer.optimizer, device)
+        if self.loop is not None:
+            measured = components(self.loop.engine.model, self.loop.engine.optimizer, device)
         if device.type == "cuda":
             lasting = sum(measured.values())
             measured["activations"] = max(0, memory.peak_bytes() - lasting)

@@ -86,7 +86,6 @@ class RankFacts:
     free_bytes: int | None  # of the GPU, for this rank; None on a CPU
     free_disk_bytes: int  # of the run folder
     has_main_folder: bool  # whether it sees the file that rank 0 wrote into its run folder
-    agreement: str  # digest of all that must be the same
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}"
@@ -129,10 +128,10 @@ def preflight(
     collectives = None
     own = {**must_agree(context, run_stamp, checkpoint), "training rows": samples}
     with limited(process, recorder.abandon, is_joining=False):
-        ranks = gather_facts(context, own)
+        ranks = gather_facts(context)
         if process.world_size > 1:
             with recorder.check("all ranks have the same versions, settings and rows"):
-                refuse_differences(ranks, own, process.gather)
+                refuse_differences(ranks, process.gather(own))
             with recorder.check("sums over the ranks are right"):
                 collectives = measure_collectives(process)
     refuse_little_memory(ranks, context)
@@ -144,14 +143,14 @@ def preflight(
         prepare_deepspeed(context.plan, process)
 
 
-def gather_facts(context: RunContext, own: Mapping[str, Any]) -> list[RankFacts]:
+def gather_facts(context: RunContext) -> list[RankFacts]:
     """Return the facts of all ranks, by rank. Every rank must call it."""
     process = context.process
     # a file of rank 0, which the machines that share its disk see
     mark = context.folder.path.absolute() / f".preflight-{secrets.token_hex(8)}"
     if process.is_main:
         mark.touch()
-    ranks = process.gather(_own_facts(context, own, process.gather(mark)[0]))
+    ranks = process.gather(_own_facts(context, process.gather(mark)[0]))
     if process.is_main:
         mark.unlink()
     return ranks
@@ -178,17 +177,12 @@ def must_agree(
     return found
 
 
-def refuse_differences(
-    ranks: Sequence[RankFacts],
-    own: Mapping[str, Any],
-    gather: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]],
-) -> None:
+def refuse_differences(ranks: Sequence[RankFacts], values: Sequence[Mapping[str, Any]]) -> None:
     """Raise an error of the first thing that is not the same on all ranks, with both values."""
-    if len({facts.agreement for facts in ranks}) == 1:
+    differing = [pair for pair in zip(ranks, values, strict=True) if pair[1] != values[0]]
+    if not differing:
         return
-    values = gather(own)
-    pairs = zip(ranks, values, strict=True)
-    first, other = next((facts, there) for facts, there in pairs if there != values[0])
+    first, other = differing[0]
     names = [name for name in {**values[0], **other} if values[0].get(name) != other.get(name)]
     name = min(names, key=_find_difference)
     _, error, remedy = DIFFERENCES[_find_difference(name)]
@@ -263,7 +257,7 @@ def machine_lines(ranks: Sequence[RankFacts], collectives: Collectives) -> list[
     return [*lines, str(collectives)]
 
 
-def _own_facts(context: RunContext, own: Mapping[str, Any], mark: Path) -> RankFacts:
+def _own_facts(context: RunContext, mark: Path) -> RankFacts:
     process = context.process
     is_gpu = process.is_gpu
     return RankFacts(
@@ -274,7 +268,6 @@ def _own_facts(context: RunContext, own: Mapping[str, Any], mark: Path) -> RankF
         free_bytes=context.memory.allocatable_bytes() if is_gpu else None,
         free_disk_bytes=shutil.disk_usage(context.folder.path).free,
         has_main_folder=mark.exists(),
-        agreement=stamp.digest_of_text(*(f"{name}={value!r}" for name, value in own.items())),
     )
 
 

@@ -29,8 +29,8 @@ from sft_play.runs import stamp
 from sft_play.runs.folder import cache_folder
 from sft_play.training.context import RunContext
 from sft_play.training.dry_run import DryRun, image_samples
+from sft_play.training.loop import TrainingLoop
 from sft_play.training.recorder import RunRecorder
-from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class Probe:
     Every rank creates one and calls `run` once, before the first step.
     """
 
-    def __init__(self, context: RunContext, trainer: SftTrainer):
+    def __init__(self, context: RunContext, loop: TrainingLoop):
         self.context = context
-        self.trainer = trainer
+        self.loop = loop
         self.process = context.process
         self.memory = context.memory
         plan = context.plan
@@ -83,8 +83,8 @@ class Probe:
         allocatable = self.process.min(self.memory.allocatable_bytes())
         budget = probe_fit.budget_bytes(self.step, self.layout, allocatable)
         is_paged = self.context.config.train.optim.startswith("paged")
-        has_state = self.is_resumed or self.trainer.is_deepspeed_enabled or is_paged
-        with DryRun(self.trainer, self.memory, steps_optimizer=not has_state) as dry_run:
+        has_state = self.is_resumed or self.loop.engine.is_deepspeed or is_paged
+        with DryRun(self.loop, steps_optimizer=not has_state) as dry_run:
             if not self.chooses:
                 return self._as_planned(dry_run, budget)
             small_and_large = cached or self._two_points(dry_run, budget)
@@ -106,7 +106,7 @@ class Probe:
         """Checkpoint the first `layers` layers of the model."""
         if self.request.recomputes_by_layer:  # other backends set it up when they load
             step = self.step
-            model = self.trainer.model
+            model = self.loop.engine.model
             checkpoint_layers(model, layers, step.offloaded(layers), step.keeps_attention)
 
     def _as_planned(self, dry_run: DryRun, budget: int) -> ProbeResult:
@@ -224,7 +224,7 @@ class Probe:
 
     def _later_state_bytes(self) -> int:
         """Return the bytes of the moments that DeepSpeed creates in its first step."""
-        is_later = self.trainer.is_deepspeed_enabled and not self.is_resumed
+        is_later = self.loop.engine.is_deepspeed and not self.is_resumed
         if not is_later or not self.memory.is_exact or self.step.offload:
             return 0
         return self.step.state_bytes // self.layout.world_size
@@ -240,7 +240,7 @@ class Probe:
             gpu = (torch.cuda.get_device_name(device), memory)
         model_settings = {"name", "revision", "dtype", "attn_implementation"}
         ddp_settings = {"ddp_find_unused_parameters", "ddp_bucket_cap_mb"}
-        samples = image_samples(self.trainer, self.layout.max_seq_len)
+        samples = image_samples(self.loop, self.layout.max_seq_len)
         return probe_fit.fingerprint(
             step=asdict(self.step),
             max_seq_len=self.layout.max_seq_len,
@@ -252,7 +252,7 @@ class Probe:
             deepspeed=plan.deepspeed and plan.deepspeed.settings,
             ddp=config.train.model_dump(mode="json", include=ddp_settings),
             images=[image.size for sample in samples for image in sample.images],
-            fast_parts=sorted(fused_kernels_of(self.trainer.model).on),
+            fast_parts=sorted(fused_kernels_of(self.loop.engine.model).on),
             gpus=self.process.gather(gpu),
             versions=stamp.versions(),
             code=probe_fit.digest_of_code(),
@@ -288,35 +288,35 @@ def apply_probe(probe: Probe, evaluators: Sequence[Evaluator], recorder: RunReco
 
 
 def _apply_layout(probe: Probe, result: ProbeResult, evaluators: Sequence[Evaluator]) -> PlannedRun:
-    """Set the chosen layout on trainer and evaluators, and return the run with it."""
+    """Set the chosen layout on loop and evaluators, and return the run with it."""
     layout = result.layout
     probe.checkpoint(layout.checkpointed_layers)
     if layout.batch_size != probe.layout.batch_size:
-        split_steps(probe.trainer, layout)
+        split_steps(probe.loop, layout)
     for evaluator in evaluators:
         evaluator.batch_size = evaluation_rows(probe.step, layout)
     planned = probe.context.planned.with_layout(layout, result.memory)
     return replace(planned, plan=replace(planned.plan, budget_bytes=result.budget_bytes))
 
 
-def split_steps(trainer: SftTrainer, layout: Layout) -> None:
+def split_steps(loop: TrainingLoop, layout: Layout) -> None:
     """Split the same steps into the micro-batches of `layout`, before the first step.
 
     The number of steps, and so the learning rate schedule, stays the same.
     """
-    assert trainer.state.global_step == 0, "steps were taken already"
-    assert not trainer.is_deepspeed_enabled, "DeepSpeed's engine has its batch built in"
-    assert layout.rows_per_step == trainer.order.layout.rows_per_step, "the steps would differ"
-    trainer.order.layout = layout
-    trainer.args.gradient_accumulation_steps = layout.micro_batches
-    trainer.args.per_device_train_batch_size = layout.batch_size
-    trainer.state.train_batch_size = layout.batch_size  # saved in checkpoints
+    assert loop.state.global_step == 0, "steps were taken already"
+    assert not loop.engine.is_deepspeed, "DeepSpeed's engine has its batch built in"
+    assert layout.rows_per_step == loop.order.layout.rows_per_step, "the steps would differ"
+    loop.order.layout = layout
+    loop.engine.args.gradient_accumulation_steps = layout.micro_batches
+    loop.engine.args.per_device_train_batch_size = layout.batch_size
+    loop.state.train_batch_size = layout.batch_size  # saved in checkpoints
 
 
 def _note_padding(probe: Probe, layout: Layout) -> dict[str, int]:
     """Write the padding of the chosen layout to data.json, and return it."""
     folder = probe.context.folder
-    order = probe.trainer.order
+    order = probe.loop.order
     packed = layout
     if not layout.is_packed:
         packed = layout.packed(fullest_step(order.lengths, layout, order.seed, epochs=1))

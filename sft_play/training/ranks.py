@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import distributed
-from transformers import TrainerCallback
 
 from sft_play import stops
 from sft_play.errors import ExitClass
@@ -27,9 +26,9 @@ from sft_play.process import Process
 from sft_play.process_id import ProcessId
 from sft_play.training import peers, runtime
 from sft_play.training.context import RunContext
+from sft_play.training.events import Observer
 from sft_play.training.preflight import limited
 from sft_play.training.recorder import RunRecorder
-from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -129,13 +128,13 @@ class Peer(NamedTuple):
         return self.process.is_alive() is False
 
 
-class RankWatch(TrainerCallback):
+class RankWatch(Observer):
     """Calls `give_up(cause)` in a thread when another rank is gone or gives no sign of life.
 
     One thread counts up a key of this rank in the process group's store and reads those of the
-    others; another one judges, so that a store that does not answer is noticed, too. Seconds are
-    counted in ticks of this thread: a machine that sleeps, or a job that is suspended as a whole,
-    is silent for nobody. A rank that lives and makes no progress is found by itself: while it waits
+    others; another one checks them, so that a store that does not answer is noticed, too. Seconds
+    are counted in ticks of this thread: a machine that sleeps, or a job that is suspended, is
+    silent for nobody. A rank that lives and makes no progress is found by itself: while it waits
     for the rows of a step and within the step. The first step compiles, and evaluations and saves
     may take any time.
     """
@@ -166,7 +165,7 @@ class RankWatch(TrainerCallback):
         store = distributed.distributed_c10d._get_default_store().clone()
         store.set(f"{WATCH_KEY}/{self.rank}", "0")
         process.gather(None)  # every rank has a sign of life
-        for task, argument in ((self._talk, (store,)), (self._judge, ())):
+        for task, argument in ((self._talk, (store,)), (self._check, ())):
             threading.Thread(target=task, args=argument, name="rank watch", daemon=True).start()
 
     def close(self) -> None:
@@ -202,7 +201,7 @@ class RankWatch(TrainerCallback):
                 logger.warning("signs of life of other ranks are not heard any more: %s", error)
             self.hang_seconds = None
 
-    def _judge(self) -> None:
+    def _check(self) -> None:
         """Give up once another rank is gone or silent, or this one hangs."""
         while not self._closed.wait(TICK_SECONDS):
             for peer in self.peers:
@@ -247,7 +246,7 @@ class RankWatch(TrainerCallback):
                 os.kill(peer.process.pid, SHOW_STACKS)
                 os.kill(peer.process.pid, signal.SIGCONT)
 
-    def begin_step(self) -> None:
+    def on_fetch(self) -> None:
         """Start the clock of a step, which first waits for its rows."""
         self._in_step = 0.0
         self._is_in_step = self._step_began is not None  # not in the first one, which compiles
@@ -282,17 +281,11 @@ class RankGroup:
         if process.world_size == 1:
             return cls(None, None)
         broadcast = FailureBroadcast(process, recorder.follow)
-        recorder.broadcast = broadcast
+        recorder.announce, recorder.await_follow = broadcast.announce, broadcast.thread.join
         seconds = context.config.train.hang_timeout
         watch = RankWatch(process, context.folder.logs, seconds, recorder.abandon)
         recorder.find_gone = watch.find_gone
         return cls(broadcast, watch)
-
-    def attach(self, trainer: SftTrainer) -> None:
-        """Let the watch see the steps."""
-        if self.watch is not None:
-            trainer.add_callback(self.watch)
-            trainer.note_fetch.append(self.watch.begin_step)
 
     def leave(self) -> None:
         """Wait for the other ranks, if any, and destroy the process group."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from sft_play import stops, timeline
 from sft_play.errors import ExitClass, SftPlayError, first_line
@@ -35,10 +35,7 @@ from sft_play.training import peers
 logger = logging.getLogger(__name__)
 file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft_play alone
 
-if TYPE_CHECKING:  # a signal is recorded also while torch is imported, which takes seconds
-    from sft_play.training.ranks import FailureBroadcast
-    from sft_play.training.trainer import SftTrainer
-
+# torch is not imported here, which takes seconds: a signal is recorded meanwhile
 Explain = Callable[[BaseException], tuple[str, OutOfMemoryReport]]  # the cause in one line
 
 STUCK = (
@@ -52,7 +49,7 @@ class RunRecorder:
 
     The first rank of each machine writes its machine's file, and so does the rank that fails first.
     An error is recorded with its exit class, logged once and not raised further; the process should
-    exit with `exit_class`. With a `broadcast`, an error also ends the other ranks, and this process
+    exit with `exit_class`. With `announce`, an error also ends the other ranks, and this process
     at once. `explain_out_of_memory` adds to the cause of an out-of-memory error.
     """
 
@@ -62,21 +59,22 @@ class RunRecorder:
         ranks = planned.plan.ranks
         self._is_first_of_machine = rank == ranks.node_rank * ranks.per_node
         self.exit_class = ExitClass.UNEXPECTED
-        self.broadcast: FailureBroadcast | None = None
+        # tells the other ranks of an error, and ends the process
+        self.announce: Callable[[ExitClass, str], object] | None = None
+        self.await_follow: Callable[[], object] = lambda: None  # the thread that ends this rank
         self.gone: list[int] = []  # ranks of this machine that were gone when a signal came
         self.find_gone: Callable[[], list[int]] = list  # the watch's over other ranks
         self.explain_out_of_memory: Explain | None = None
-        self.log_history: Callable[[], list[dict[str, Any]]] | None = None  # the trainer's
+        self._state: Any = None  # transformers' state of the training loop, once it has started
         self._of_front_end = folder.read_report().timeline or []
         self.report = _first_report(folder, planned)
-        # the step that was reached: the trainer's, once there is one
-        self.global_step: Callable[[], int] = lambda: self.report.global_step
         self._is_following = False  # another rank failed first
         self.is_recording_error = False
         self.is_interrupted = False  # by a signal, before a first step
         self._told: str | None = None  # the cause that was logged
         self._has_told_launcher = False
         self._started = time.perf_counter()
+        self._lap_began = time.time()
 
     def __enter__(self) -> Self:
         if not self._has_ended_elsewhere():
@@ -96,7 +94,7 @@ class RunRecorder:
             file_only.warning("raised while this rank followed another one", exc_info=error)
             # the broadcast's thread ends the process, unless the store was gone before the thread
             # could acknowledge
-            self.broadcast.thread.join()
+            self.await_follow()
             os._exit(self.exit_class)
         self.exit_class, cause = self._classified(error)
         is_foreign = not isinstance(error, SftPlayError)  # our errors already say what to type
@@ -108,8 +106,8 @@ class RunRecorder:
             self._record_failure(cause)
         except OSError as unwritable:  # a full disk must not hide the cause
             self._log_unwritable(unwritable)
-        if self.broadcast is not None:
-            self.broadcast.announce(self.exit_class, cause)
+        if self.announce is not None:
+            self.announce(self.exit_class, cause)
         return isinstance(error, Exception | KeyboardInterrupt)  # SystemExit propagates
 
     def update(self, **changes: Any) -> None:
@@ -127,11 +125,21 @@ class RunRecorder:
         rounded = {name: round(value, 3) for name, value in seconds.items()}
         self.note(seconds={**self.report.seconds, **rounded})
 
-    def follow_steps(self, trainer: "SftTrainer") -> None:
-        """Take the step that was reached, and the logs, from a trainer; note what it saves."""
-        self.log_history = lambda: trainer.state.log_history
-        self.global_step = lambda: trainer.state.global_step
-        trainer.note_saved = self.note_checkpoint
+    def lap(self, name: str) -> None:
+        """Set the seconds since the last lap, as those of the part `name`."""
+        timeline.note(name, self._lap_began)
+        now = time.time()
+        self.note_seconds(**{name: now - self._lap_began})
+        self._lap_began = now
+
+    def follow_state(self, state: Any) -> None:
+        """Take the step that was reached, and the logs, from the state of a training loop."""
+        self._state = state
+
+    @property
+    def global_step(self) -> int:
+        """The step that was reached."""
+        return self.report.global_step if self._state is None else self._state.global_step
 
     def note_checkpoint(self, checkpoint: Path) -> None:
         """Write that a run which is killed from now on can continue from here."""
@@ -141,15 +149,14 @@ class RunRecorder:
     @contextlib.contextmanager
     def check(self, name: str, found: str | None = None) -> Iterator[None]:
         """Record a check that the code inside makes: it passes unless that raises an error."""
+        checks = self.report.checks or []
+        self.note(checks=checks)
         try:
             yield
         except Exception as error:
-            self._note_check(Check(name, passed=False, found=first_line(error)))
+            checks.append(Check(name, passed=False, found=first_line(error)))
             raise
-        self._note_check(Check(name, passed=True, found=found))
-
-    def _note_check(self, check: Check) -> None:
-        self.note(checks=[*(self.report.checks or []), check])
+        checks.append(Check(name, passed=True, found=found))
 
     def finish(
         self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False
@@ -161,9 +168,9 @@ class RunRecorder:
         self.note_seconds(total=time.perf_counter() - self._started)
         self.note(timeline=[*self._of_front_end, *timeline.spans])
         self.note(status=status, exit_class=int(exit_class), cause=cause)
-        self.note(global_step=self.global_step())
-        if self.log_history is not None:
-            logged = map(LoggedStep.from_log, self.log_history())
+        self.note(global_step=self.global_step)
+        if self._state is not None:
+            logged = map(LoggedStep.from_log, self._state.log_history)
             self.note(history=[step for step in logged if step is not None])
         self.write(force)
         if self.rank == 0 or force:
@@ -223,7 +230,7 @@ class RunRecorder:
         """Record that the user left without a last checkpoint, and end the process."""
         self.exit_class = ExitClass.STOPPED
         cause = (
-            f"stopped at once on a second signal, at step {self.global_step()} and without a "
+            f"stopped at once on a second signal, at step {self.global_step} and without a "
             f"checkpoint of it; {self._to_go_on()}"
         )
         if self.rank == 0:  # others tell it by themselves
@@ -331,21 +338,6 @@ class RunRecorder:
         written = self.folder.read_report()
         has_ended = written.status in ("failed", "stopped")
         return has_ended and written.launcher_pid == self.report.launcher_pid
-
-
-class Clock:
-    """Records the seconds of each part of a run."""
-
-    def __init__(self, recorder: RunRecorder):
-        self.recorder = recorder
-        self._last = time.time()
-
-    def lap(self, name: str) -> None:
-        """Record the seconds since the last lap as `name`."""
-        timeline.note(name, self._last)
-        now = time.time()
-        self.recorder.note_seconds(**{name: now - self._last})
-        self._last = now
 
 
 def _status(exit_class: ExitClass) -> str:

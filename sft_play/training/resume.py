@@ -84,7 +84,9 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
             if then.get(name) != version:
                 logger.warning(
                     "%s is %s, and was %s when the checkpoint was saved: sums may round otherwise",
-                    *(name, version, then.get(name, "not recorded")),
+                    name,
+                    version,
+                    then.get(name, "not recorded"),
                 )
     return checkpoint
 

@@ -6,7 +6,6 @@ The only module of the worker that reads os.environ.
 import contextlib
 import logging
 import os
-import random
 import sys
 from datetime import timedelta
 
@@ -85,15 +84,6 @@ def _compile_nothing_for_inference() -> None:
     from deepspeed import ops  # seconds, so only for DeepSpeed
 
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python's and torch's generators, on the CPU and all GPUs.
-
-    The seed is the same on all ranks, so that adapters start from the same weights.
-    """
-    random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def allow_tf32(process: Process) -> None:

@@ -36,11 +36,11 @@ from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import read_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
-from sft_play.training.checkpoints import published
+from sft_play.training.checkpoints import published, write_weights
 from sft_play.training.context import RunContext
 from sft_play.training.held_out import HeldOutEvaluation
+from sft_play.training.loop import TrainingLoop
 from sft_play.training.recorder import RunRecorder
-from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -50,27 +50,27 @@ ROOM = 1.3  # times the weights, on the GPU next to the trained model
 
 
 def save_weights(
-    context: RunContext, trainer: SftTrainer, recorder: RunRecorder, is_complete: bool
+    context: RunContext, loop: TrainingLoop, recorder: RunRecorder, is_complete: bool
 ) -> Path:
     """Save adapter/ or model/, read it back, stamp and seal it, and return the folder.
 
     Every rank must call it. Raises: CheckpointError, DivergedError.
     """
     weights = context.folder.weights(context.config.tuning.mode)
-    step = trainer.state.global_step
-    facts = {**trainer.stamp, "global_step": step}
+    step = loop.state.global_step
+    facts = {**loop.stamp, "global_step": step}
     sealing = published(weights, context.process, facts, keeps_refused=True)
     with context.memory.phase("save"), sealing as staged:
-        trainer.save_model(str(staged))  # a collective under ZeRO-3; one rank writes
-        trained = trained_tensors(trainer.model, context.plan.zero_stage)
+        write_weights(loop.engine, staged)  # a collective under ZeRO-3; one rank writes
+        trained = trained_tensors(loop.engine.model, context.plan.zero_stage)
         if context.process.is_main:
-            check_and_describe(context, trainer, recorder, staged, trained, is_complete)
+            check_and_describe(context, loop, recorder, staged, trained, is_complete)
     return weights
 
 
 def check_and_describe(
     context: RunContext,
-    trainer: SftTrainer,
+    loop: TrainingLoop,
     recorder: RunRecorder,
     staged: Path,
     trained: Mapping[str, Tensor] | None,
@@ -88,27 +88,27 @@ def check_and_describe(
         else:
             check_saved_adapter(staged, trained, is_complete)
     status = "done" if is_complete else "stopped"
-    step = trainer.state.global_step
+    step = loop.state.global_step
     report = dataclasses.replace(recorder.report, status=status, global_step=step)
     weights = context.folder.weights(mode)
-    describe_weights(staged, weights, context.config, trainer, report)
-    reopen_saved(staged, context, trainer, recorder)
+    describe_weights(staged, weights, context.config, loop, report)
+    reopen_saved(staged, context, loop, recorder)
 
 
 def describe_weights(
-    staged: Path, weights: Path, config: Config, trainer: SftTrainer, report: RunReport
+    staged: Path, weights: Path, config: Config, loop: TrainingLoop, report: RunReport
 ) -> None:
     """Write it into the folder `staged`, which will be `weights`, for programs and people."""
-    tokenizer = trainer.processing_class
-    own = stops_of(trainer.model)
-    stops = trained_stops(trainer.train_dataset.samples, tokenizer, own)
+    tokenizer = loop.engine.tokenizer
+    own = stops_of(loop.engine.model)
+    stops = trained_stops(loop.rows.samples, tokenizer, own)
     if config.tuning.mode == "full":
-        dtype = weight_dtype(config, trainer.process.compute_dtype)
-        write_config(config, trainer.model, staged, dtype, unties=False)
-        restore_untrained(config, trainer.model, staged)
+        dtype = weight_dtype(config, loop.process.compute_dtype)
+        write_config(config, loop.engine.model, staged, dtype, unties=False)
+        restore_untrained(config, loop.engine.model, staged)
     copy_processors(config, staged)
-    write_stops(staged, stops, tokenizer, trainer.model)
-    write_rope_beside_adapter(config, trainer.model.config, staged)
+    write_stops(staged, stops, tokenizer, loop.engine.model)
+    write_rope_beside_adapter(config, loop.engine.model.config, staged)
     facts = RunFacts.read(RunFolder(weights.parent), report)
     card = card_text(facts, config, saved_stops(stops, tokenizer), weights)
     write_text(staged / "README.md", card)
@@ -116,11 +116,11 @@ def describe_weights(
 
 def note_reference(context: RunContext, held_out: HeldOutEvaluation) -> None:
     """Write what the trained model says of a few test rows. Every rank must call it."""
-    trainer = held_out.trainer
+    loop = held_out.loop
     evaluator = held_out.evaluator
-    with trainer.speed.evaluating(trainer.model), as_trained(trainer.model):
+    with loop.speed.evaluating(loop.engine.model), as_trained(loop.engine.model):
         reference = make_reference(
-            trainer.model,
+            loop.engine.model,
             evaluator.split,
             evaluator.tokenizer,
             context.process,
@@ -132,7 +132,7 @@ def note_reference(context: RunContext, held_out: HeldOutEvaluation) -> None:
 
 
 def reopen_saved(
-    weights: Path, context: RunContext, trainer: SftTrainer, recorder: RunRecorder
+    weights: Path, context: RunContext, loop: TrainingLoop, recorder: RunRecorder
 ) -> None:
     """Open saved weights in a fresh process, and hold them to the trained model.
 
@@ -142,7 +142,7 @@ def reopen_saved(
     if reference is None:
         return  # the run was stopped before its last scores
     name = context.folder.weights(context.config.tuning.mode).name
-    reason = why_not(weights, context, trainer)
+    reason = why_not(weights, context, loop)
     if reason is not None:
         logger.info("%s was not opened again by plain transformers: %s", name, reason)
         return
@@ -164,8 +164,8 @@ def reopen_saved(
             )
 
 
-def why_not(weights: Path, context: RunContext, trainer: SftTrainer) -> str | None:
-    """Return why saved weights are not opened again, None if they are."""
+def why_not(weights: Path, context: RunContext, loop: TrainingLoop) -> str | None:
+    """Return why saved weights are not opened again, None where they are."""
     config = context.config
     asked = config.train.reopen_saved
     if asked is False:
@@ -179,7 +179,7 @@ def why_not(weights: Path, context: RunContext, trainer: SftTrainer) -> str | No
         return None
     device = context.process.device
     dtype = weight_dtype(config, context.process.compute_dtype)
-    size = count_parameters(trainer.model).total * dtype.itemsize
+    size = count_parameters(loop.engine.model).total * dtype.itemsize
     if size > MOST_BYTES[device.type]:
         return f"{size / 1e9:.1f} GB; TRAIN_REOPEN_SAVED=true opens it anyway"
     if device.type == "cuda":

@@ -11,9 +11,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sft_play.runs.metrics import GpuSample
 from sft_play.training.callbacks import Throughput, Work
+from sft_play.training.events import LogDetails
 from sft_play.training.memory import MemoryMeter
 
 WAITED = "step/communication_seconds"  # for gradients of other ranks
+SAMPLED = {  # fields of GpuSample by the names of TensorBoard
+    "util_percent": "busy_percent",
+    "used_gib": "used_gib",
+    "watts": "watts",
+    "celsius": "celsius",
+}
 STEP_PARTS = ("data", "forward", "backward", "optimizer", "communication")
 
 
@@ -27,6 +34,15 @@ class RankLog:
     seconds: dict[str, float]  # by part of a step
     memory: dict[str, float]  # GiB by kind
     gpus: tuple[GpuSample, ...]  # of all GPUs of its machine, on its first rank
+
+
+@dataclass(frozen=True)
+class LoggedSteps:
+    """What is logged of the steps since the last log, over all ranks."""
+
+    loss: float  # the mean over steps
+    speed: dict[str, float]  # and how long ranks waited for each other
+    details: LogDetails
 
 
 class StepLog:
@@ -49,49 +65,63 @@ class StepLog:
         self.times = memory.times
         self.peak_flops = peak_flops
         self.mean_gpus = mean_gpus
-        self.by_rank: dict[str, float] = {}  # of the last log, by the names of TensorBoard
-        self.gpus: tuple[GpuSample, ...] = ()  # of the last log, of all machines
+        self._logged_loss = 0.0  # summed over the steps that were logged
         self.reset()
 
     def reset(self, step: int = 0) -> None:
         """Forget what was measured before `step`: a probe's steps do not count."""
-        self._loss: torch.Tensor | float = 0.0
+        # of this rank since the last log, times the ranks; it stays on the GPU
+        self._loss = torch.tensor(0.0, device=self.process.device)
+        self._loss_before = self._loss
         self._token_share = 0.0
         self.logged_step = step
         self.times.take()
 
+    def start_step(self) -> None:
+        """Start a step, which may be left out."""
+        self._loss_before = self._loss.clone()
+
     def add_loss(self, loss: torch.Tensor, token_share: float) -> None:
-        """Add a micro-batch's share of its step's loss, and of the step's labeled tokens."""
-        self._loss = self._loss + loss  # stays on the GPU
+        """Add a micro-batch's share of its step's loss times the ranks, and of its tokens."""
+        self._loss += loss
         self._token_share += token_share
 
-    def collect(self, step: int, model: torch.nn.Module) -> dict[str, float]:
-        """Return speed and waiting of a step over all ranks; keep the rest in `by_rank` and `gpus`.
+    def drop_step_unless(self, is_finite: torch.Tensor) -> None:
+        """Drop the loss of this step unless the step counts; waits for no GPU."""
+        self._loss = torch.where(is_finite, self._loss, self._loss_before)
 
-        Every rank must call it, once it has the loss of `step`.
+    def total_loss(self) -> float:
+        """Return the loss summed over all steps of this run."""
+        return self._logged_loss + self._loss.item()
+
+    def collect(self, step: int, model: torch.nn.Module) -> LoggedSteps:
+        """Return what is logged of the steps up to `step`. Every rank must call it.
+
+        It waits for the GPU to have computed `step`.
         """
         steps = step - self.logged_step
         self.logged_step = step
+        loss = self._loss.item() / self.process.world_size
         seconds = self.times.take() | unhidden_communication(model, steps)
-        # one rank's is the logged loss, and to read it here would wait for the GPU
         own = RankLog(
-            loss=float(self._loss) if self.process.world_size > 1 else 0.0,
+            loss=loss,
             token_share=self._token_share,
             work=self.throughput.since_log(),
             seconds={part: value / steps for part, value in seconds.items() if part in STEP_PARTS},
             memory=self.memory.gib_now(),
             gpus=tuple(self.mean_gpus()),
         )
-        self._loss = 0.0
+        self._loss -= self._loss  # NaN stays
         self._token_share = 0.0
         ranks = self.process.gather(own)
-        self.gpus = tuple(sample for rank in ranks for sample in rank.gpus)
+        summed_loss = torch.tensor([rank.loss for rank in ranks]).sum().item()
+        self._logged_loss += summed_loss
         names = dict.fromkeys(part for rank in ranks for part in rank.seconds)
         parts = {  # of a step, as the mean over ranks
             f"step/{part}_seconds": sum(rank.seconds.get(part, 0.0) for rank in ranks) / len(ranks)
             for part in names
         }
-        self.by_rank = {
+        by_rank = {
             **losses_by_rank(ranks, steps),
             **parts,
             **gpu_values(ranks, self.process.device.type),
@@ -99,7 +129,9 @@ class StepLog:
             "time/save_seconds": self.throughput.save_seconds,
         }
         waited = {WAITED: parts[WAITED]} if WAITED in parts else {}
-        return waited | self._speed([rank.work for rank in ranks if rank.work is not None])
+        speed = waited | self._speed([rank.work for rank in ranks if rank.work is not None])
+        gpus = tuple(sample for rank in ranks for sample in rank.gpus)
+        return LoggedSteps(summed_loss / steps, speed, LogDetails(by_rank, gpus))
 
     def _speed(self, works: Sequence[Work]) -> dict[str, float]:
         """Return the speed of all ranks, {} for the first step."""
@@ -141,20 +173,11 @@ def gpu_values(ranks: Sequence[RankLog], device: str) -> dict[str, float]:
         for name, size in rank.memory.items():
             values[f"{group}/{number}/{name}"] = size
         for sample in rank.gpus:
-            for name, value in sample_values(sample).items():
-                values[f"{group}/{sample.rank}/{name}"] = value
+            for name, field in SAMPLED.items():
+                value = getattr(sample, field)
+                if value is not None:  # NVML does not know all
+                    values[f"{group}/{sample.rank}/{name}"] = value
     return values
-
-
-def sample_values(sample: GpuSample) -> dict[str, float]:
-    """Return what NVML said of a GPU, by name."""
-    values = {
-        "util_percent": sample.busy_percent,
-        "used_gib": sample.used_gib,
-        "watts": sample.watts,
-        "celsius": sample.celsius,
-    }
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def unhidden_communication(model: torch.nn.Module, steps: int) -> dict[str, float]:

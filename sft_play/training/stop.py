@@ -16,6 +16,7 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.process import Process
 from sft_play.stops import BY_USER, REPEAT_SECONDS, STOPPING, StopSignals
 from sft_play.training import peers
+from sft_play.training.events import stop_training
 from sft_play.training.recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,9 @@ STUCK_SECONDS = 20.0
 
 
 class StopOnSignal(TrainerCallback):
-    """Ends the run on a stop signal after the current step, with a checkpoint.
+    """Ends the run on a stop signal after the current step, or after `stop_step`.
+
+    Either way it saves a checkpoint.
 
     Before the first step has computed its gradients there is nothing to save, so a signal raises
     KeyboardInterrupt. Later the ranks agree at the end of each step, batch of an evaluation and
@@ -39,7 +42,9 @@ class StopOnSignal(TrainerCallback):
         self.recorder = recorder
         self.has_begun = False
         self.is_ending = False  # the trained weights are saved
-        self.stopped = False
+        self.stopped = False  # on request
+        self.is_paused = False  # by train.stop_after
+        self.stop_step: Callable[[int], int] = int  # the last step of this launch, of all steps
         signals.on_first = self._obey
         signals.at_once = self._leave
 
@@ -106,13 +111,6 @@ class StopOnSignal(TrainerCallback):
         elif seconds > STUCK_SECONDS:
             self.recorder.abandon()
 
-    def _stop_training(self, control: Any) -> bool:
-        """End training, and leave out what ends an epoch, once any rank got a signal."""
-        if self._agreed():
-            control.should_training_stop = True
-            control.should_epoch_stop = True
-        return self.stopped
-
     def _agreed(self) -> bool:
         """Return whether any rank got a signal. Every rank must call it."""
         self.stopped = self.process.max(int(self.signals.requested)) > 0
@@ -123,41 +121,30 @@ class StopOnSignal(TrainerCallback):
             self.recorder.is_interrupted = False  # what swallowed it has done no harm
         self.has_begun = True
 
+    @property
+    def reason(self) -> str | None:
+        """Why the run stopped before its last step; None if it did not."""
+        if self.stopped:
+            return "on request"
+        return "by train.stop_after" if self.is_paused else None
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._stop_training(control):
+        self.is_paused = self.stop_step(state.max_steps) <= state.global_step < state.max_steps
+        if self.is_paused or self._agreed():
+            stop_training(control)
             control.should_save = True
             control.should_log = True
+        if self.stopped:
             control.should_evaluate = False  # the user waits
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._stop_training(control):
+        if self._agreed():
+            stop_training(control)
             control.should_save = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._stop_training(control)
-
-
-class StopAfter(TrainerCallback):
-    """Ends the run with a checkpoint after the step that `stop_step` returns of all its steps."""
-
-    def __init__(self, stop_step: Callable[[int], int]):
-        self.stop_step = stop_step
-        self.stopped = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.stop_step(state.max_steps) <= state.global_step < state.max_steps:
-            self.stopped = True
-            control.should_training_stop = True
-            control.should_epoch_stop = True
-            control.should_save = True
-            control.should_log = True
-
-
-def reason_of_stop(stop: StopOnSignal, stop_after: StopAfter) -> str | None:
-    """Return why the run stopped before its last step; None if it did not."""
-    if stop.stopped:
-        return "on request"
-    return "by train.stop_after" if stop_after.stopped else None
+        if self._agreed():
+            stop_training(control)
 
 
 def end_children() -> None:

@@ -25,6 +25,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import SampleAnswer
 from sft_play.runs.resumed import resumed_run
 from sft_play.training.context import RunContext
+from sft_play.training.events import LogDetails, Observer
 
 logger = logging.getLogger(__name__)
 
@@ -191,11 +192,6 @@ class TensorBoardLog(TensorBoardCallback):
         """Write some answers of an evaluation as text; `rows` names its split."""
         self.tb_writer.add_text(f"samples/{rows}", answers_text(answers), step)
 
-    def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
-        """Write settings and last scores for the page HPARAMS."""
-        for summary in hparams(dict(settings), dict(scores)):
-            self.tb_writer.file_writer.add_summary(summary)
-
 
 def answers_text(answers: Sequence[SampleAnswer]) -> str:
     """Return answers as Markdown in which nothing of a text is markup."""
@@ -211,20 +207,15 @@ def answers_text(answers: Sequence[SampleAnswer]) -> str:
     return "\n\n---\n\n".join(blocks)
 
 
-class Trackers(TrainerCallback):
-    """Passes what is logged on to the trackers, with `more_values` of a log that has a loss.
+class Trackers(Observer):
+    """Passes what is logged on to the trackers, with the values of each rank.
 
     Trainer ends its integrations with the training; here they stay open until `close`, for the
     scores after it.
     """
 
-    def __init__(
-        self,
-        trackers: Sequence[TrainerCallback],
-        more_values: Callable[[], Mapping[str, float]] = dict,
-    ):
+    def __init__(self, trackers: Sequence[TrainerCallback]):
         self.trackers = trackers
-        self.more_values = more_values
         self._ends: list[Callable[[], None]] = []  # of the trackers, once training has ended
 
     @property
@@ -236,13 +227,23 @@ class Trackers(TrainerCallback):
         for tracker in self.trackers:
             tracker.on_train_begin(*event, **facts)
 
-    def on_log(self, *event: Any, logs: dict[str, float], **facts: Any) -> None:
-        """Give every tracker a log, with the values of each rank."""
+    def on_log(
+        self,
+        *event: Any,
+        logs: dict[str, float],
+        details: LogDetails | None = None,
+        **facts: Any,
+    ) -> None:
+        """Give every tracker a log; that of a loss with the values of each rank."""
         reported = dict(logs)
-        if "loss" in logs:
-            reported |= self.more_values()
+        if "loss" in logs and details is not None:
+            reported |= details.by_rank
         for tracker in self.trackers:
             tracker.on_log(*event, logs=reported, **facts)
+
+    def on_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
+        for board in self.boards:
+            board.note_answers(rows, answers, step)
 
     def on_save(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:
@@ -255,7 +256,7 @@ class Trackers(TrainerCallback):
                 self._ends.append(tracker.end)
 
     def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
-        """Pass the settings and last scores of the run on."""
+        """Write the settings and last scores of the run for TensorBoard's page HPARAMS."""
         # the page takes numbers and texts
         given = {name: settings[name] for name in HPARAMS}
         shown = {
@@ -263,7 +264,8 @@ class Trackers(TrainerCallback):
             for name, value in given.items()
         }
         for board in self.boards:
-            board.note_scores(shown, scores)
+            for summary in hparams(shown, dict(scores)):
+                board.tb_writer.file_writer.add_summary(summary)
 
     def close(self) -> None:
         """End the trackers: nothing is logged after it."""

@@ -3,11 +3,12 @@
 It reads the run folder and nothing else; rank and device come from training.runtime.
 """
 
+import contextlib
 import dataclasses
 import logging
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, set_seed
 from transformers.utils import logging as hf_logging
 
 from sft_play.data.assemble import DataFacts, RunData, assemble
@@ -30,9 +31,9 @@ from sft_play.stops import StopSignals
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
 from sft_play.training.best import warning_of
-from sft_play.training.build import build_evaluator, build_trainer
-from sft_play.training.callbacks import BeforeFirstStep, FirstStep, Progress
-from sft_play.training.checkpoints import save_now, take_best
+from sft_play.training.build import build_evaluator, build_loop
+from sft_play.training.callbacks import Progress
+from sft_play.training.checkpoints import take_best
 from sft_play.training.checks import (
     check_causality,
     check_engine,
@@ -43,6 +44,7 @@ from sft_play.training.context import RunContext
 from sft_play.training.experts import ExpertUse, experts_report, log_experts
 from sft_play.training.held_out import HeldOutEvaluation, summary_lines
 from sft_play.training.isolation import check_context, check_cross_document
+from sft_play.training.loop import TrainingLoop
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.memory_lines import lines_before_training
 from sft_play.training.observers import Observers
@@ -50,13 +52,12 @@ from sft_play.training.out_of_memory import OutOfMemoryExplainer
 from sft_play.training.preflight import preflight
 from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.ranks import RankGroup
-from sft_play.training.recorder import Clock, RunRecorder
+from sft_play.training.recorder import RunRecorder
 from sft_play.training.resume import checkpoint_to_resume, make_stamp, refuse_other_dtypes
 from sft_play.training.saved_weights import note_reference, save_weights
 from sft_play.training.start_log import held_memory, log_data, log_large_weights, log_model
-from sft_play.training.stop import StopAfter, StopOnSignal, reason_of_stop
+from sft_play.training.stop import StopOnSignal
 from sft_play.training.trackers import open_trackers
-from sft_play.training.trainer import SftTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -83,14 +84,13 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     """Do what `run` says, with signals obeyed."""
     planned, folder, process = context.planned, context.folder, context.process
     config = context.config
-    clock = Clock(recorder)
-    runtime.seed_everything(config.train.seed)
+    set_seed(config.train.seed)  # the same on all ranks: adapters start from the same weights
     explainer = OutOfMemoryExplainer(context)
     recorder.explain_out_of_memory = explainer
 
     tokenizer = load_tokenizer(config)
     data = load_data(context, recorder)
-    clock.lap("data")
+    recorder.lap("data")
     # Before the weights: under ZeRO-3 the arguments cause them to be partitioned over the process
     # group while they load.
     group = RankGroup.join(context, recorder)
@@ -98,42 +98,42 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     run_stamp = make_stamp(context, data, tokenizer)
     checkpoint = checkpoint_to_resume(context, run_stamp)
     preflight(context, run_stamp, checkpoint, len(data.train), recorder)
-    clock.lap("preflight")
+    recorder.lap("preflight")
     with recorder.check("the base model knows every token of the rows"):
         check_vocabulary(config, tokenizer, data.used_tokens())
     observers = Observers(context, open_trackers(context))
     model = load_weights(context, recorder, checkpoint)
-    clock.lap("load")
+    recorder.lap("load")
 
-    trainer = build_trainer(
+    loop = build_loop(
         context, arguments, tokenizer, data, model, run_stamp, observers.gpus.mean_since_log
     )
-    explainer.trainer = trainer
-    recorder.follow_steps(trainer)
+    explainer.loop = loop
     evaluator = build_evaluator(context, data, data.test, tokenizer, model)
-    held_out = HeldOutEvaluation(trainer, evaluator, folder, recorder, planned.plan.speed)
-    stop.follow(trainer.evaluator, evaluator)
-    observers.attach(trainer)
-    # before the others: the clock of the throughput must start after the scores
-    trainer.add_callback(
-        BeforeFirstStep(lambda: before_first_step(context, trainer, held_out, recorder))
-    )
-    stop_after = StopAfter(config.train.stops_after)
-    for callback in (trainer.throughput, stop_after, stop, Progress(process), observers.trackers):
-        trainer.add_callback(callback)
-    group.attach(trainer)
+    held_out = HeldOutEvaluation(loop, evaluator, folder, recorder, planned.plan.speed)
+    stop.follow(loop.evaluator, evaluator)
+    loop.report_saved = recorder.note_checkpoint
+    stop.stop_step = config.train.stops_after
+    loop.events.add(observers.metrics_file, observers.trace, loop.throughput, stop)
+    progress = Progress(process)
+    loop.events.add(progress, observers.trackers)
+    if group.watch is not None:
+        loop.events.add(group.watch)
 
-    with observers, FirstStep(process) as first_step:
-        trainer.add_callback(first_step)
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        clock.lap("training")
-        score_after(context, trainer, held_out, stop, is_last=not stop_after.stopped)
+    with observers, contextlib.closing(progress):
+        loop.start(checkpoint)
+        recorder.follow_state(loop.state)
+        observers.metrics_file.start(loop.state)
+        before_first_step(context, loop, held_out, recorder)
+        loop.train()
+        recorder.lap("training")
+        score_after(context, loop, held_out, stop, is_last=not stop.is_paused)
     observers.close(arguments.settings, held_out.last_scores())
-    is_complete = not (stop.stopped or stop_after.stopped)
-    look_at_weights(context, trainer, recorder, is_complete)
-    weights = save_weights(context, trainer, recorder, is_complete)
-    clock.lap("save")
-    finish(recorder, trainer, reason_of_stop(stop, stop_after))
+    is_complete = stop.reason is None
+    check_weights(context, loop, recorder, is_complete)
+    weights = save_weights(context, loop, recorder, is_complete)
+    recorder.lap("save")
+    finish(recorder, loop, stop.reason)
     if process.is_main:
         logger.info("%s", "\n".join(summary_lines(recorder.report, held_out, folder, weights)))
     group.leave()
@@ -194,7 +194,7 @@ def load_weights(
 
 def before_first_step(
     context: RunContext,
-    trainer: SftTrainer,
+    loop: TrainingLoop,
     held_out: HeldOutEvaluation,
     recorder: RunRecorder,
 ) -> None:
@@ -205,38 +205,38 @@ def before_first_step(
         logger.info("%s", "\n".join(lines_before_training(by_rank)))
     strategy = context.plan.ranks.strategy
     with recorder.check("the model is wrapped as the strategy demands", f"strategy={strategy}"):
-        check_engine(trainer.model_wrapped, strategy)
-    context.memory.watch_optimizer(trainer.optimizer)
+        check_engine(loop.engine.wrapped, strategy)
+    context.memory.watch_optimizer(loop.engine.optimizer)
     if context.config.train.probe:  # first: it may choose another batch
-        apply_probe(Probe(context, trainer), [trainer.evaluator, held_out.evaluator], recorder)
-    vocabulary, device = trainer.text_config.vocab_size, context.process.device
+        apply_probe(Probe(context, loop), [loop.evaluator, held_out.evaluator], recorder)
+    vocabulary, device = loop.engine.text_config.vocab_size, context.process.device
     with recorder.check("no prediction depends on later tokens"):
-        check_causality(trainer.model_wrapped, vocabulary, device)
-    if trainer.context is not None:
+        check_causality(loop.engine.wrapped, vocabulary, device)
+    if loop.loss.context is not None:
         with recorder.check("ranks that share rows compute what one computes"):
-            check_context(trainer.model_wrapped, trainer.context, vocabulary, context.process)
+            check_context(loop.engine.wrapped, loop.loss.context, vocabulary, context.process)
     if context.plan.packing:
         with recorder.check("packed documents do not see each other"):
-            check_cross_document(trainer.model_wrapped, trainer.data_collator, vocabulary, device)
+            check_cross_document(loop.engine.wrapped, loop.collator, vocabulary, device)
     before = recorder.report.metrics.get("before")
     if before is None:
         held_out.score("before")
     elif "rows" in before:  # the run resumes in its folder
         held_out.evaluator.limit(before["rows"], before.get("answers", 0))
-    warning = trainer.loss_watch.begin(recorder.report.metrics["before"]["eval_loss"])
+    warning = loop.loss_watch.start(recorder.report.metrics["before"]["eval_loss"])
     if warning is not None and recorder.rank == 0:
         logger.warning("warning: %s", warning)
     # last: a probe's steps do not count
-    if {"linears", "mlp"} & fused_kernels_of(trainer.model).on.keys():  # they alone read copies
-        copy_adapters_at_once(trainer.model, trainer.model_wrapped)
-    trainer.graphs = graph_layers(trainer.model, context.config, context.plan, context.process)
-    trainer.expert_use = ExpertUse(trainer.model)
-    trainer.step_log.reset(trainer.state.global_step)
+    if {"linears", "mlp"} & fused_kernels_of(loop.engine.model).on.keys():  # they alone read copies
+        copy_adapters_at_once(loop.engine.model, loop.engine.wrapped)
+    loop.graphs = graph_layers(loop.engine.model, context.config, context.plan, context.process)
+    loop.expert_use = ExpertUse(loop.engine.model)
+    loop.step_log.reset(loop.state.global_step)
 
 
 def score_after(
     context: RunContext,
-    trainer: SftTrainer,
+    loop: TrainingLoop,
     held_out: HeldOutEvaluation,
     stop: StopOnSignal,
     is_last: bool,
@@ -249,73 +249,75 @@ def score_after(
         if not stop.stopped:
             if is_last:
                 takes_best = context.config.train.load_best_model_at_end
-                if takes_best and trainer.loss_watch.diverged is None:
-                    save_now(trainer)  # to continue from, while the model has these weights
-                held_out.recorder.note(best=take_best(trainer, context.config.train))
+                if takes_best and loop.loss_watch.diverged is None:
+                    loop.save_now()  # to continue from, while the model has these weights
+                held_out.recorder.note(
+                    best=take_best(loop.engine, loop.state, context.config.train)
+                )
             held_out.score("after")
             note_reference(context, held_out)
     except EvaluationStopped:
         stop.stopped = True
-        save_now(trainer)
+        loop.save_now()
     stop.is_ending = True
 
 
-def look_at_weights(
-    context: RunContext, trainer: SftTrainer, recorder: RunRecorder, is_complete: bool
+def check_weights(
+    context: RunContext, loop: TrainingLoop, recorder: RunRecorder, is_complete: bool
 ) -> None:
     """Check and record what training has made of the weights, before they are saved."""
-    recorder.note(skipped_steps=trainer.guard.skipped or None)
+    recorder.note(skipped_steps=loop.guard.skipped or None)
     if is_complete:
         best = recorder.report.best
         with recorder.check("the loss is below that of a uniform guess"):
             after = recorder.report.metrics.get("after", {}).get("eval_loss", float("nan"))
-            step = trainer.state.global_step
-            trainer.loss_watch.conclude(step, after, is_best=best is not None)
-        recorder.note(warning=warning_of(trainer.loss_watch, best))
-    if trainer.expert_use is not None:  # a step was taken
-        report = experts_report(trainer.expert_use, trainer.model, context.process)
+            step = loop.state.global_step
+            loop.loss_watch.finalize(step, after, is_best=best is not None)
+        recorder.note(warning=warning_of(loop.loss_watch, best))
+    if loop.expert_use is not None:  # a step was taken
+        report = experts_report(loop.expert_use, loop.engine.model, context.process)
         recorder.note(experts=report)
         if report is not None and context.process.is_main:
             log_experts(report)
     process = context.process
-    step = trainer.state.global_step
+    step = loop.state.global_step
     # only if each rank has all of them
-    if process.world_size > 1 and has_equal_copies(trainer.model, process):
+    if process.world_size > 1 and has_equal_copies(loop.engine.model, process):
         with recorder.check("the trained weights are equal on all ranks", f"at step {step}"):
-            check_equal_ranks(trainer.model, process, step)
+            check_equal_ranks(loop.engine.model, process, step)
 
 
-def finish(recorder: RunRecorder, trainer: SftTrainer, stopped: str | None) -> None:
+def finish(recorder: RunRecorder, loop: TrainingLoop, stopped: str | None) -> None:
     """Complete run.json with times, speed, peak memory, losses, and how the run ended.
 
     `stopped` says why the run stopped early, None for one that did not. Every rank must call it.
     """
-    throughput = trainer.throughput
-    step = trainer.state.global_step
+    throughput = loop.throughput
+    step = loop.state.global_step
     report = recorder.report
-    peaks = trainer.memory.peaks_over_ranks(report.memory.predicted)
+    peaks = loop.memory.peaks_over_ranks(report.memory.predicted)
     recorder.note_seconds(
         train=throughput.train_seconds,
         first_step=throughput.first_step_seconds,
-        evaluate=trainer.speed.seconds,
+        evaluate=loop.speed.seconds,
     )
     recorder.update(
         global_step=step,
-        engine=type(trainer.model_wrapped).__name__,
+        engine=type(loop.engine.wrapped).__name__,
         tokens_per_second=throughput.tokens_per_second(),
         peak_bytes=dataclasses.replace(
             report.peak_bytes, measured=peaks.measured, reserved=peaks.reserved
         ),
         memory=dataclasses.replace(report.memory, measured=peaks.phases),
-        memory_by_rank=trainer.memory.of_ranks(),
+        memory_by_rank=loop.memory.of_ranks(),
         loss=[
             LoggedLoss(entry["step"], entry["loss"])
-            for entry in trainer.state.log_history
+            for entry in loop.state.log_history
             if "loss" in entry
         ],
     )
-    if trainer.graphs is not None:
-        logger.info("%s", trainer.graphs.counts.line())
+    if loop.graphs is not None:
+        logger.info("%s", loop.graphs.counts.line())
     if stopped is not None:
         folder = recorder.folder.path if recorder.rank == 0 else "the first machine's folder"
         cause = f"stopped {stopped} at step {step}; continue with TRAIN_RESUME_FROM={folder}"

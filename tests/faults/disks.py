@@ -18,7 +18,7 @@ from sft_play import cli
 from sft_play.errors import ExitClass
 from sft_play.plan import launch
 from sft_play.training.classify import Failure
-from sft_play.training.trainer import SftTrainer
+from sft_play.training.loop import TrainingLoop
 
 
 @contextlib.contextmanager
@@ -52,7 +52,7 @@ def full_in_a_save(free: int) -> Callable[[Bench], Outcome]:
     """Return an injection: the disk is full, but for some bytes, when step 3 is saved."""
 
     def inject(bench):
-        save = SftTrainer.save_checkpoint
+        save = TrainingLoop.save_checkpoint
         with disk(bench.folder / "small", 1200) as small:
 
             def filled(self, *args):
@@ -61,7 +61,7 @@ def full_in_a_save(free: int) -> Callable[[Bench], Outcome]:
                     fill(small, free)
                 save(self, *args)
 
-            with patch.object(SftTrainer, "save_checkpoint", filled):
+            with patch.object(TrainingLoop, "save_checkpoint", filled):
                 return bench.run({"train.output_dir": small, "train.max_steps": 5})
 
     return inject
@@ -200,7 +200,7 @@ def closed_while_training(
     """Return an injection: while a run is at step 3, a folder of it can be written no more."""
 
     def inject(bench):
-        compute = SftTrainer.compute_loss
+        compute = TrainingLoop.compute_loss
         with contextlib.ExitStack() as stack:
 
             def closed(self, *args, **kwargs):
@@ -209,7 +209,7 @@ def closed_while_training(
                     stack.enter_context(how(which(bench)))
                 return compute(self, *args, **kwargs)
 
-            stack.enter_context(patch.object(SftTrainer, "compute_loss", closed))
+            stack.enter_context(patch.object(TrainingLoop, "compute_loss", closed))
             return bench.run({"train.max_steps": 5, "train.grad_accum": 1})
 
     return inject
@@ -219,7 +219,7 @@ def removed(which: Callable[[Bench], Path], step: int = 2) -> Callable[[Bench], 
     """Return an injection: a folder is removed while the run is at a step."""
 
     def inject(bench):
-        compute = SftTrainer.compute_loss
+        compute = TrainingLoop.compute_loss
 
         def gone(self, *args, **kwargs):
             if self.state.global_step == step:
@@ -227,7 +227,7 @@ def removed(which: Callable[[Bench], Path], step: int = 2) -> Callable[[Bench], 
                 shutil.rmtree(which(bench), ignore_errors=True)
             return compute(self, *args, **kwargs)
 
-        with patch.object(SftTrainer, "compute_loss", gone):
+        with patch.object(TrainingLoop, "compute_loss", gone):
             return bench.run({"train.max_steps": 5})
 
     return inject

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from faults.bench import Bench, Fault, Guard, Outcome
 from faults.files import flip, nothing
 from sft_play.errors import ExitClass
-from sft_play.training.guards import StepGuard, spread
-from sft_play.training.trainer import SftTrainer
+from sft_play.training import saved_weights
+from sft_play.training.batches import spread
+from sft_play.training.guards import StepGuard
+from sft_play.training.loop import TrainingLoop
 
 FIVE = {"train.max_steps": 5}
 SKIP = {**FIVE, "train.on_nonfinite": "skip"}
@@ -22,7 +24,7 @@ SKIP = {**FIVE, "train.on_nonfinite": "skip"}
 
 def poison(steps: set[int], value: float = math.nan, rank: int = 0) -> None:
     """Make the loss of the first micro-batch of some steps not finite, on one rank."""
-    compute = SftTrainer.compute_loss
+    compute = TrainingLoop.compute_loss
     seen: set[int] = set()
 
     def poisoned(self, *args, **kwargs):
@@ -33,7 +35,7 @@ def poison(steps: set[int], value: float = math.nan, rank: int = 0) -> None:
             loss = spread(loss + torch.tensor(value))
         return loss
 
-    SftTrainer.compute_loss = poisoned
+    TrainingLoop.compute_loss = poisoned
 
 
 def poisoned(
@@ -42,18 +44,19 @@ def poisoned(
     """Return an injection: the losses of some steps are not finite."""
 
     def inject(bench):
-        with patch.object(SftTrainer, "compute_loss", SftTrainer.compute_loss):
+        with patch.object(TrainingLoop, "compute_loss", TrainingLoop.compute_loss):
             poison(steps, value)
             return bench.run(changes)
 
     return inject
 
 
-def judged_by_none(self: StepGuard, trainer: SftTrainer, norm: object) -> None:
+def recorded_by_none(self: StepGuard, *_: object) -> torch.Tensor:
     """Let every step pass."""
+    return torch.tensor(True)
 
 
-UNGUARDED = Guard("sft_play.training.guards:StepGuard.judge", judged_by_none)
+UNGUARDED = Guard("sft_play.training.guards:StepGuard.record", recorded_by_none)
 
 
 def skipped(bench: Bench) -> Outcome:
@@ -72,29 +75,29 @@ def skipped(bench: Bench) -> Outcome:
 
 def spoil_parameter(bench: Bench) -> Outcome:
     """A weight becomes NaN between the step and its save, as memory that fails does."""
-    save = SftTrainer.save_checkpoint
+    save = TrainingLoop.save_checkpoint
 
     def spoiled(self, *args):
         if self.state.global_step == 3:
-            trained = next(p for p in self.model.parameters() if p.requires_grad)
+            trained = next(p for p in self.engine.model.parameters() if p.requires_grad)
             trained.data.view(-1)[7] = math.nan
         save(self, *args)
 
-    with patch.object(SftTrainer, "save_checkpoint", spoiled):
+    with patch.object(TrainingLoop, "save_checkpoint", spoiled):
         return bench.run(FIVE)
 
 
 def spoil_moment(bench: Bench) -> Outcome:
     """A moment of the optimizer becomes infinite between the step and its save."""
-    save = SftTrainer.save_checkpoint
+    save = TrainingLoop.save_checkpoint
 
     def spoiled(self, *args):
         if self.state.global_step == 3:
-            state = next(iter(self.optimizer.optimizer.state.values()))
+            state = next(iter(self.engine.torch_optimizer.state.values()))
             state["exp_avg_sq"].view(-1)[7] = math.inf
         save(self, *args)
 
-    with patch.object(SftTrainer, "save_checkpoint", spoiled):
+    with patch.object(TrainingLoop, "save_checkpoint", spoiled):
         return bench.run(FIVE)
 
 
@@ -129,15 +132,14 @@ def lost_updates(bench: Bench) -> Outcome:
 
 def wrongly_written(bench: Bench) -> Outcome:
     """A bit of the weights flips on its way to the disk at the end of the run."""
-    save = SftTrainer.save_model
+    save = saved_weights.write_weights
 
-    def spoiled(self, output_dir):
-        save(self, output_dir)
-        if not Path(output_dir).name.startswith("checkpoint-"):  # at the end of the run
-            path = Path(output_dir) / "adapter_model.safetensors"
-            flip(path, path.stat().st_size - 100, 1 << 6)
+    def spoiled(engine, folder):
+        save(engine, folder)
+        path = folder / "adapter_model.safetensors"
+        flip(path, path.stat().st_size - 100, 1 << 6)
 
-    with patch.object(SftTrainer, "save_model", spoiled):
+    with patch.object(saved_weights, "write_weights", spoiled):
         return bench.run({"train.max_steps": 3})
 
 
@@ -210,7 +212,7 @@ ROWS = (
         deaf_adapter,
         ExitClass.DIVERGED,
         ("model.layers.1.self_attn.q_proj: to be trained", "TRAIN_ON_UNTRAINED=warn"),
-        Guard("sft_play.training.guards:GradientWatch.look", nothing),
+        Guard("sft_play.training.guards:GradientWatch.record", nothing),
         loses=1,
     ),
     Fault(
@@ -219,7 +221,7 @@ ROWS = (
         lost_updates,
         ExitClass.DIVERGED,
         ("no weight has changed in 2 steps", "raise TRAIN_LEARNING_RATE"),
-        Guard("sft_play.training.guards:Movement.check", nothing),
+        Guard("sft_play.training.guards:Movement.raise_if_unmoved", nothing),
     ),
     Fault(
         "nan-base",

@@ -27,8 +27,8 @@ from sft_play.errors import ExitClass, SftPlayError
 from sft_play.plan import launch
 from sft_play.plan.launch import Launch, free_port
 from sft_play.runs import lock
+from sft_play.training.loop import TrainingLoop
 from sft_play.training.ranks import GONE_SECONDS
-from sft_play.training.trainer import SftTrainer
 
 NEW_MOUNTS, NEW_PROCESSES = (
     0x00020000,
@@ -69,7 +69,7 @@ def enter_container() -> None:
 def set_the_clock_in_step_3(stat: Path) -> None:
     """Let this rank see a boot that is an hour later from step 3 on, and look at the others."""
     unshare_mounts()
-    compute_loss = SftTrainer.compute_loss
+    compute_loss = TrainingLoop.compute_loss
 
     def later(self, *arguments, **options):
         if self.state.global_step == 2 and not stat.exists():
@@ -83,7 +83,7 @@ def set_the_clock_in_step_3(stat: Path) -> None:
             time.sleep(2 * GONE_SECONDS)
         return compute_loss(self, *arguments, **options)
 
-    SftTrainer.compute_loss = later
+    TrainingLoop.compute_loss = later
 
 
 def psutil_start(pid: int) -> float:

@@ -17,8 +17,8 @@ from faults.files import nothing
 from faults.numbers import poison
 from sft_play.errors import DataError, ExitClass
 from sft_play.stops import REPEAT_SECONDS
-from sft_play.training import trainer
-from sft_play.training.trainer import SftTrainer
+from sft_play.training import loop
+from sft_play.training.loop import TrainingLoop
 
 ZERO_2 = "configs/deepspeed_zero2.json"
 TOO_MUCH = 2**50  # bytes, which no host has
@@ -41,29 +41,29 @@ def find_no_row() -> None:
 
 def fail_in_step_3(rank: int, fault: Callable[[], None]) -> None:
     """Make the forward pass of step 3 fail on one rank."""
-    compute_loss = SftTrainer.compute_loss
+    compute_loss = TrainingLoop.compute_loss
 
     def fail(self, *arguments, **options):
-        if self.state.global_step == 2 and self.args.process_index == rank:
+        if self.state.global_step == 2 and self.process.rank == rank:
             fault()
         return compute_loss(self, *arguments, **options)
 
-    SftTrainer.compute_loss = fail
+    TrainingLoop.compute_loss = fail
 
 
 def spoil_one_weight() -> None:
     """Make rank 1 change a trained weight of its own after the last step."""
     from sft_play.training import worker
 
-    look = worker.look_at_weights
+    look = worker.check_weights
 
     def spoil(context, trainer, *others):
         if context.process.rank == 1:
-            trained = [p for p in trainer.model.parameters() if p.requires_grad]
+            trained = [p for p in trainer.engine.model.parameters() if p.requires_grad]
             trained[-1].data.flatten()[0] += 1e-6
         look(context, trainer, *others)
 
-    worker.look_at_weights = spoil
+    worker.check_weights = spoil
 
 
 def have_another_peft() -> None:
@@ -82,14 +82,14 @@ def be_on_a_terminal() -> None:
 
 def take_long_for_step_3() -> None:
     """Make the forward pass of step 3 take longer than a user waits."""
-    compute_loss = SftTrainer.compute_loss
+    compute_loss = TrainingLoop.compute_loss
 
     def slowly(self, *arguments, **options):
         if self.state.global_step == 2:
             time.sleep(2 * REPEAT_SECONDS)
         return compute_loss(self, *arguments, **options)
 
-    SftTrainer.compute_loss = slowly
+    TrainingLoop.compute_loss = slowly
 
 
 def hang_in_the_loader(path: Path) -> None:
@@ -100,7 +100,7 @@ def hang_in_the_loader(path: Path) -> None:
         time.sleep(10 * SECONDS)
 
     load_as_a_launched_rank()
-    trainer.collate_for_step = hang
+    loop.collate_for_step = hang
 
 
 # What is injected
@@ -333,7 +333,7 @@ ROWS = (
         stopped_loader,
         ExitClass.PEER_LOST,
         ("finished no micro-batch for", "(train.hang_timeout=8)", "resume, or wait longer"),
-        Guard("sft_play.training.ranks:RankWatch.begin_step", nothing),
+        Guard("sft_play.training.ranks:RankWatch.on_fetch", nothing),
         60,
         loses=3,
     ),

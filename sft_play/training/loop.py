@@ -1,0 +1,382 @@
+"""The training loop: what happens in a run, in the order in which it happens.
+
+`TrainingLoop` composes an engine, a loss, the order of the rows, guards and a log. What happens is
+reported to callbacks through `events`.
+"""
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate import skip_first_batches
+from accelerate.utils import send_to_device
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import TrainerControl, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME, align_special_tokens
+from transformers.trainer_utils import speed_metrics
+
+from sft_play import stops
+from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.data.order import StepSampler
+from sft_play.errors import CheckpointError, DivergedError
+from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
+from sft_play.models.fast.graphs.decoder import GraphedDecoder
+from sft_play.runs import stamp
+from sft_play.training.batches import (
+    LOSS_TARGETS,
+    REAL_LENGTHS,
+    StepLoss,
+    collate_for_step,
+    total_weight,
+)
+from sft_play.training.best import LossWatch
+from sft_play.training.checkpoints import (
+    checkpoint_folder,
+    dtypes_of,
+    load_optimizer,
+    load_random_state,
+    load_weights,
+    save_checkpoint,
+)
+from sft_play.training.engine import Engine
+from sft_play.training.events import Events, LogDetails, sample_answers, stop_training
+from sft_play.training.experts import ExpertUse
+from sft_play.training.guards import GUARDS, GradientWatch, Movement, StepGuard
+from sft_play.training.step_log import StepLog
+
+
+@dataclass
+class TrainingLoop:
+    """A loop whose steps train the same rows on any number of ranks. NaN raises an error."""
+
+    engine: Engine
+    loss: StepLoss
+    rows: TrainRows
+    collator: PackCollator | PadCollator
+    order: StepSampler
+    evaluator: Evaluator
+    step_log: StepLog
+    guard: StepGuard
+    gradients: GradientWatch
+    loss_watch: LossWatch
+    events: Events
+    stamp: stamp.Stamp
+    best_metric: str = "eval_loss"  # of the checkpoint that is never removed
+    expert_use: ExpertUse | None = None  # counts from the first step on
+    graphs: GraphedDecoder | None = None  # replays the layers from the first step on
+    movement: Movement | None = None  # from the start of training on
+    report_saved: Callable[[Path], object] = bool  # called with each checkpoint
+    checkpoint: Path | None = None  # that the first epoch resumes
+    accumulators: object = None  # of gradients, which recordings of CUDA graphs need
+
+    def __post_init__(self) -> None:
+        # the types as loaded: DeepSpeed casts what it trains
+        self.stamp = {**self.stamp, "dtypes": dtypes_of(self.engine.model)}
+        self.process = self.engine.process
+        self.memory = self.step_log.memory
+        self.throughput = self.step_log.throughput
+        self.speed = self.throughput.evaluations
+
+    @property
+    def state(self) -> TrainerState:
+        return self.events.state
+
+    @property
+    def control(self) -> TrainerControl:
+        return self.events.control
+
+    def start(self, checkpoint: Path | None = None) -> None:
+        """Prepare the engine and the state of the run, or load those of a checkpoint.
+
+        Raises: CheckpointError for one that is after the last step of the schedule; DivergedError.
+        """
+        engine, handler = self.engine, self.events.handler
+        self.checkpoint = checkpoint
+        self.loader = self.create_loader()
+        self.steps_per_epoch = len(self.loader) // self.order.layout.micro_batches
+        guards = self.start_state()
+        if engine.tokenizer is not None:
+            align_special_tokens(engine.model, engine.tokenizer)
+        engine.prepare(self.state.max_steps)
+        if checkpoint is not None:
+            load_weights(engine, checkpoint)
+            load_optimizer(engine, checkpoint)
+        engine.wrapped.zero_grad()
+        handler.train_dataloader = self.loader
+        handler.optimizer, handler.lr_scheduler = engine.optimizer, engine.lr_scheduler
+        self.step_log.reset(self.state.global_step)
+        self.movement = Movement(engine.model, self.process, guards.get("has_moved", False))
+
+    def train(self) -> None:
+        """Train to the last step of the schedule, after `start`."""
+        state, steps_per_epoch = self.state, self.steps_per_epoch
+        started = time.time()
+        first_step = state.global_step
+        self.events.call("on_train_begin")
+        for epoch in range(first_step // steps_per_epoch, state.num_train_epochs):
+            self.events.call("on_epoch_begin")
+            if state.global_step >= state.max_steps or self.control.should_training_stop:
+                break  # resumed after the last step
+            self.train_epoch(epoch)
+            if self.control.should_training_stop:
+                break
+        if state.global_step >= state.max_steps > first_step:
+            steps = state.max_steps - first_step
+            self.movement.raise_if_unmoved(steps, self.engine.args.learning_rate)
+        samples = math.ceil(len(self.rows) * state.max_steps / steps_per_epoch)
+        logs = speed_metrics("train", started, num_samples=samples, num_steps=state.max_steps)
+        logs["total_flos"] = state.total_flos
+        logs["train_loss"] = self.step_log.total_loss() / max(state.global_step, 0.001)
+        self.log(logs)
+        self.events.call("on_train_end")
+
+    def start_state(self) -> dict[str, Any]:
+        """Start the state of the run, or read that of a checkpoint; return what guards knew."""
+        args, process, checkpoint = self.engine.args, self.process, self.checkpoint
+        steps = args.max_steps
+        if steps <= 0:
+            steps = math.ceil(args.num_train_epochs * self.steps_per_epoch)
+        guards: dict[str, Any] = {}
+        if checkpoint is None:
+            state = TrainerState(stateful_callbacks=[self.control], total_flos=0.0)
+            state.train_batch_size = args.per_device_train_batch_size
+        else:
+            state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+            if state.global_step > steps:
+                raise CheckpointError(
+                    f"the checkpoint has taken {state.global_step} steps, and this schedule ends "
+                    f"at {steps}: nothing is left to train; set more TRAIN_EPOCHS or "
+                    "TRAIN_MAX_STEPS"
+                )
+            guards = state.stateful_callbacks.get(GUARDS, {})
+            self.guard.skipped += guards.get("skipped_steps", [])
+            self.loss_watch.replay(state.log_history)
+        # a resumed state has the logging and saving intervals of the run that wrote it; use ours
+        state.compute_steps(args, steps)
+        state.max_steps = steps
+        state.num_train_epochs = math.ceil(steps / self.steps_per_epoch)
+        state.is_local_process_zero = process.local_rank == 0
+        state.is_world_process_zero = process.is_main
+        self.events.state = state
+        return guards
+
+    def create_loader(self) -> DataLoader:
+        """Return the loader of this rank's micro-batches: accelerate shards `order`."""
+        args, part = self.engine.args, self.loss.context and self.loss.context.part
+        loader = DataLoader(
+            self.rows,
+            batch_sampler=self.order,
+            collate_fn=functools.partial(collate_for_step, self.collator, part=part),
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_num_workers > 0,
+            worker_init_fn=stops.leave_to_parent,
+        )
+        return self.engine.accelerator.prepare(loader)
+
+    def train_epoch(self, epoch: int) -> None:
+        """Take the steps of an epoch: of a resumed one those that are left."""
+        steps = self.steps_per_epoch
+        first = self.state.global_step - epoch * steps
+        loader, checkpoint = self.loader, self.checkpoint
+        self.checkpoint = None  # it is read once
+        self.order.set_epoch(epoch)
+        if first > 0:
+            loader = skip_first_batches(loader, first * self.order.layout.micro_batches)
+        elif checkpoint is not None:
+            load_random_state(self.process, checkpoint)
+        loader.set_epoch(epoch)
+        batches = iter(loader)
+        self.engine.start_epoch()
+        for step in range(first, steps):
+            self.events.tell("on_fetch")
+            micro_batches = self.fetch(batches)
+            if step == first > 0 and checkpoint is not None:
+                load_random_state(self.process, checkpoint)  # reading the skipped rows has used it
+            self.train_step(micro_batches, epoch + (step + 1) / steps)
+            if self.control.should_training_stop:
+                break
+        if not self.control.should_epoch_stop:  # the run ends by its schedule, if it ends
+            self.events.call("on_epoch_end")
+            self.evaluate_and_save()
+
+    def fetch(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Return the micro-batches of one step. Adds the work of this rank to the throughput."""
+        started = time.perf_counter()
+        fetched = list(itertools.islice(batches, self.order.layout.micro_batches))
+        self.step_log.times.add("data", time.perf_counter() - started)
+        lengths = [length for batch in fetched for length in batch.pop(REAL_LENGTHS)]
+        self.throughput.add(lengths, sum(len(batch[LOSS_TARGETS]) for batch in fetched))
+        return fetched
+
+    def train_step(self, micro_batches: Sequence[Batch], epochs: float) -> None:
+        """Take an optimizer step, after which `epochs` are trained; log, evaluate and save."""
+        engine, state = self.engine, self.state
+        # the weight of labeled tokens on all ranks: their number if each weighs 1
+        labelled_tokens = self.process.sum(sum(map(total_weight, micro_batches)))
+        self.step_log.start_step()
+        self.events.call("on_step_begin")
+        losses = []
+        for number, inputs in enumerate(micro_batches, 1):
+            is_last = number == len(micro_batches)
+            losses.append(self.compute_gradients(inputs, labelled_tokens, is_last))
+            if not is_last:
+                self.events.call("on_substep_end")
+        norm = engine.clip_gradients()
+        step = state.global_step + 1
+        self.gradients.record(engine, step, state.max_steps)
+        is_finite = self.guard.record(engine, step, norm, losses)
+        if self.guard.skips:
+            self.step_log.drop_step_unless(is_finite)
+        self.events.call("on_pre_optimizer_step")
+        engine.optimizer.step()
+        self.events.call("on_optimizer_step")
+        rate = engine.learning_rate
+        engine.end_step()
+        state.global_step = step
+        state.epoch = epochs
+        self.events.call("on_step_end")
+        if step == state.max_steps or (step == 1 and state.max_steps < state.logging_steps):
+            self.control.should_log = True
+        if self.is_converging() and self.control.should_log:
+            self.log_steps(norm, rate)
+        self.evaluate_and_save()
+
+    def compute_gradients(self, inputs: Batch, labelled_tokens: float, is_last: bool) -> Tensor:
+        """Run the forward and backward pass of a micro-batch; return its loss, detached.
+
+        Gradients are summed over the ranks in the last one of a step.
+        """
+        engine = self.engine
+        engine.accelerator.sync_gradients = is_last
+        waiting: Any = nullcontext()
+        if not (is_last or engine.is_deepspeed):
+            waiting = engine.accelerator.no_sync(engine.wrapped)
+        averaging: Any = nullcontext()
+        if self.graphs is not None:
+            averaging = self.graphs.in_place_of_ddp(engine.wrapped, is_last)
+        if not engine.wrapped.training:
+            engine.wrapped.train()  # visits every module: some 3,600 of 48 layers with adapters
+        self.memory.enter("forward")
+        with waiting, averaging:
+            inputs = send_to_device(inputs, engine.args.device, non_blocking=True)
+            loss = self.compute_loss(inputs, labelled_tokens)
+            self.step_log.add_loss(loss.detach(), total_weight(inputs) / labelled_tokens)
+            del inputs
+            self.memory.enter("backward")
+            engine.backward(loss)
+        return loss.detach()
+
+    def compute_loss(self, inputs: Batch, labelled_tokens: float) -> Tensor:
+        """Return a micro-batch's share of the step's mean loss, times the number of ranks."""
+        loss = self.loss.compute(self.engine.wrapped, inputs, labelled_tokens)
+        # of a placed model it is on the GPU of the output head
+        return (loss * self.process.world_size).to(self.engine.args.device)
+
+    def is_converging(self, keeps_last: bool = True) -> bool:
+        """Return whether no step so far has diverged. See `StepGuard.flush` for `keeps_last`.
+
+        Raises: DivergedError, on every rank, unless the best weights are published instead.
+        """
+        try:
+            self.guard.flush(self.engine.args.learning_rate, keeps_last)
+        except DivergedError as error:
+            self.loss_watch.diverge(error, self.state.global_step)
+        if self.loss_watch.diverged is None:
+            return True
+        stop_training(self.control)
+        return False
+
+    def log_steps(self, norm: Tensor | float, rate: float) -> None:
+        """Log the mean loss of the steps since the last log, if there are any."""
+        step = self.state.global_step
+        steps = step - self.step_log.logged_step
+        if steps == 0:
+            return
+        found = self.step_log.collect(step, self.engine.wrapped)
+        logs = {"loss": found.loss, "grad_norm": float(norm), "learning_rate": rate}
+        logs = self.without_diverged(logs)
+        if "loss" in logs:
+            self.guard.correct_log(logs, step, steps)
+            logs |= found.speed
+            router_loss = self.loss.router_loss
+            balance = router_loss and router_loss.mean_since_log(self.process)
+            if balance is not None:
+                logs["router_aux_loss"] = balance
+        if "loss" in logs:  # some step was trained
+            self.loss_watch.record(step, logs["loss"])
+        self.log(logs, found.details)
+
+    def log(self, logs: dict[str, float], details: LogDetails | None = None) -> None:
+        """Log. Raises: DivergedError, on every rank, if the run has diverged."""
+        logs = self.without_diverged(logs)
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.events.call("on_log", logs=logs, details=details)
+
+    def without_diverged(self, logs: dict[str, float]) -> dict[str, float]:
+        """Return a log, of a run that has diverged only its finite numbers."""
+        if self.is_converging(keeps_last=False):
+            return logs
+        return {name: value for name, value in logs.items() if math.isfinite(value)}
+
+    def evaluate_and_save(self) -> None:
+        """Evaluate, and save a checkpoint, if the callbacks have asked for it."""
+        if not self.is_converging():
+            return
+        if self.control.should_evaluate:
+            self.evaluate()
+        if self.control.should_save:
+            self.save_checkpoint()
+            self.events.call("on_save")
+
+    def score(self, evaluator: Evaluator, rows: str) -> Scores:
+        """Return the scores of the model, which is then put back into its former mode.
+
+        `rows` names the split for `Observer.on_answers`.
+        """
+        with self.memory.phase("evaluation"), self.speed.evaluating(self.engine.model):
+            scores = evaluator.score(self.engine.model)
+        if self.process.is_main and scores.generation is not None:
+            answers = sample_answers(evaluator.questions, scores.generation)
+            self.events.tell("on_answers", rows, answers, self.state.global_step)
+        return scores
+
+    def evaluate(self) -> None:
+        """Evaluate on the validation rows, and log `eval_…` metrics."""
+        metrics: dict[str, float] = {}
+        with suppress(EvaluationStopped):  # the callback below ends the run
+            scores = self.score(self.evaluator, "validation").as_metrics()
+            metrics = {f"eval_{name.removeprefix('eval_')}": scores[name] for name in scores}
+            self.log(metrics)
+        self.events.call("on_evaluate", metrics=metrics)
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint of this step, unless the run has diverged. Every rank must call it."""
+        if not self.is_converging(keeps_last=False):
+            return
+        started = time.perf_counter()
+        control = self.control
+        with self.memory.phase("save"):
+            self.state.stateful_callbacks[type(control).__name__] = control.state()
+            self.state.stateful_callbacks[GUARDS] = {
+                "skipped_steps": self.guard.skipped,
+                "has_moved": self.movement.has_moved(),
+            }
+            folder = save_checkpoint(self.engine, self.state, self.stamp, self.best_metric)
+        self.throughput.save_seconds += time.perf_counter() - started
+        self.report_saved(folder)
+
+    def save_now(self) -> None:
+        """Save a checkpoint of this step, unless there is one. Every rank must call it."""
+        folder = checkpoint_folder(self.engine, self.state)
+        if self.process.min(int(folder.is_dir())) == 0:
+            self.save_checkpoint()
