@@ -273,14 +273,13 @@ def create_accelerator(model: PreTrainedModel, args: TrainingArguments) -> Accel
         bucket_cap_mb=args.ddp_bucket_cap_mb,
         broadcast_buffers=bool(args.ddp_broadcast_buffers),
     )
-    loading = args.accelerator_config
     return Accelerator(
         mixed_precision=args.mixed_precision,
         deepspeed_plugin=args.deepspeed_plugin,
         # steps are cut into micro-batches here, and losses are shares of a step's
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
         dataloader_config=DataLoaderConfiguration(
-            even_batches=loading.even_batches, non_blocking=loading.non_blocking
+            non_blocking=args.accelerator_config.non_blocking
         ),
         kwargs_handlers=[ddp],
     )

@@ -61,7 +61,7 @@ class RunRecorder:
         self.exit_class = ExitClass.UNEXPECTED
         # tells the other ranks of an error, and ends the process
         self.announce: Callable[[ExitClass, str], object] | None = None
-        self.await_follow: Callable[[], object] = lambda: None  # the thread that ends this rank
+        self.await_follow: Callable[[], object] = bool  # the thread that ends this rank
         self.gone: list[int] = []  # ranks of this machine that were gone when a signal came
         self.find_gone: Callable[[], list[int]] = list  # the watch's over other ranks
         self.explain_out_of_memory: Explain | None = None
@@ -74,7 +74,7 @@ class RunRecorder:
         self._told: str | None = None  # the cause that was logged
         self._has_told_launcher = False
         self._started = time.perf_counter()
-        self._lap_began = time.time()
+        self.lap_began = time.time()  # of the part that is timed
 
     def __enter__(self) -> Self:
         if not self._has_ended_elsewhere():
@@ -127,10 +127,10 @@ class RunRecorder:
 
     def lap(self, name: str) -> None:
         """Set the seconds since the last lap, as those of the part `name`."""
-        timeline.note(name, self._lap_began)
+        timeline.note(name, self.lap_began)
         now = time.time()
-        self.note_seconds(**{name: now - self._lap_began})
-        self._lap_began = now
+        self.note_seconds(**{name: now - self.lap_began})
+        self.lap_began = now
 
     def follow_state(self, state: Any) -> None:
         """Take the step that was reached, and the logs, from the state of a training loop."""

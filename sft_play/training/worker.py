@@ -6,6 +6,7 @@ It reads the run folder and nothing else; rank and device come from training.run
 import contextlib
 import dataclasses
 import logging
+import time
 from pathlib import Path
 
 from transformers import PreTrainedModel, set_seed
@@ -84,6 +85,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     """Do what `run` says, with signals obeyed."""
     planned, folder, process = context.planned, context.folder, context.process
     config = context.config
+    recorder.lap_began = time.time()  # imports are no part of it
     set_seed(config.train.seed)  # the same on all ranks: adapters start from the same weights
     explainer = OutOfMemoryExplainer(context)
     recorder.explain_out_of_memory = explainer
