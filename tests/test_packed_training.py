@@ -36,7 +36,7 @@ from sft_play.process import Process
 from sft_play.training import runtime
 from sft_play.training.batches import StepLoss
 from sft_play.training.best import LossWatch
-from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+from sft_play.training.callbacks import EvalSpeedCallback
 from sft_play.training.engine import Engine
 from sft_play.training.events import Events
 from sft_play.training.guards import GradientWatch, StepGuard
@@ -428,7 +428,7 @@ def loop_of(
         collator=collator,
         order=order,
         evaluator=None,
-        step_log=StepLog(Throughput(process, EvalSpeedCallback()), MemoryMeter(process)),
+        step_log=StepLog(EvalSpeedCallback(), MemoryMeter(process)),
         guard=StepGuard(process),
         gradients=GradientWatch(process),
         loss_watch=LossWatch(model.config.vocab_size, args.learning_rate),
@@ -473,7 +473,7 @@ def test_runs_have_the_same_losses_packed_and_padded(tmp_path, curve, batch, pac
     assert losses == pytest.approx(
         curve, abs=1e-5
     )  # six Adam steps on gradients that differ in the last bits
-    assert int(trainer.throughput.tokens) == EPOCHS * sum(
+    assert int(trainer.step_log.tokens) == EPOCHS * sum(
         len(sample.ids) for sample in documents(SAMPLES)
     ), "neither padding nor fillers"
     assert trainer.engine.model.config.use_cache is False
@@ -510,7 +510,7 @@ def train_one_rank(folder: Path, packed: bool) -> None:
     assert type(trainer.engine.wrapped).__name__ == "DistributedDataParallel"
     if packed:
         check_cross_document(trainer.engine.wrapped, trainer.collator, VOCABULARY, CPU)
-    torch.save((losses, int(trainer.throughput.tokens)), folder / f"{rank}.pt")
+    torch.save((losses, int(trainer.step_log.tokens)), folder / f"{rank}.pt")
     torch.distributed.destroy_process_group()
 
 

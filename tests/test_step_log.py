@@ -11,7 +11,7 @@ from sft_play.plan.devices import GIB, NvmlUnavailable, sample_gpus
 from sft_play.process import Process
 from sft_play.runs.metrics import GpuSample
 from sft_play.training import observers
-from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+from sft_play.training.callbacks import EvalSpeedCallback
 from sft_play.training.memory import FOLD_AT, MemoryMeter, StepTimes
 from sft_play.training.observers import GpuSampler
 from sft_play.training.step_log import RankLog, StepLog, gpu_values, losses_by_rank
@@ -42,14 +42,14 @@ def test_a_rank_without_labelled_tokens_has_no_loss():
 
 
 def test_speed_counts_from_the_end_of_the_first_step_on():
-    throughput = Throughput(ALONE, EvalSpeedCallback(), lambda lengths, labelled: 1e9)
-    log = StepLog(throughput, MemoryMeter(ALONE), peak_flops=1e12)
+    count = lambda lengths, labelled: 1e9  # noqa: E731
+    log = StepLog(EvalSpeedCallback(), MemoryMeter(ALONE), count, peak_flops=1e12)
     model = torch.nn.Linear(1, 1)
-    throughput.add([8, 8], labelled=8)
-    throughput.on_step_end(None, None, None)
+    log.add_rows([8, 8], labelled=8)
+    log.on_step_end(None, None, None)
     assert log.collect(1, model).speed == {}
-    throughput.add([10, 20], labelled=8)
-    throughput.add([30], labelled=8)
+    log.add_rows([10, 20], labelled=8)
+    log.add_rows([30], labelled=8)
     time.sleep(0.01)
     speed = log.collect(3, model).speed
     seconds = speed["step_seconds"] * 2

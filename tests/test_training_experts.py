@@ -9,6 +9,7 @@ from tiny_models import tiny_model
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import lora
+from sft_play.models.experts import BALANCE
 from sft_play.process import Process
 from sft_play.training.experts import (
     ExpertUse,
@@ -86,13 +87,13 @@ def test_the_load_balancing_loss_is_that_of_transformers_and_weighs_by_share():
     expected = model(input_ids=ids, labels=ids)
     balance = router_loss_of(model, config_of("auto"))  # as the model's config says
     assert balance.coefficient == 0.5
-    outputs = model(input_ids=ids, **balance.inputs())
+    outputs = model(input_ids=ids, **{BALANCE: True})
     assert outputs.loss is None  # without labels transformers adds nothing by itself
     half = balance.of_micro_batch(0.5)
     torch.testing.assert_close(half, 0.25 * expected.aux_loss)
     gradient = torch.autograd.grad(half, model.model.layers[0].mlp.gate.weight)[0]
     assert gradient.abs().sum() > 0
-    model(input_ids=ids, **balance.inputs())
+    model(input_ids=ids, **{BALANCE: True})
     balance.of_micro_batch(0.5)
     assert balance.mean_since_log(CPU) == pytest.approx(expected.aux_loss.item())
     assert balance.mean_since_log(CPU) is None
@@ -112,7 +113,7 @@ def test_the_load_balancing_loss_is_off_unless_config_or_setting_has_it():
 def test_evaluations_leave_the_load_balancing_loss_alone():
     model = tiny_model("mixtral")
     balance = RouterLoss(model, 1.0)
-    model(input_ids=ONE_TOKEN, **balance.inputs())
+    model(input_ids=ONE_TOKEN, **{BALANCE: True})
     trained = balance._taken
     model.eval()(input_ids=ONE_TOKEN)
     assert balance._taken is trained

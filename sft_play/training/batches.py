@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sft_play.data.collate import WEIGHTS, Batch, RowPart, TokenSequence, labelled
+from sft_play.models.experts import BALANCE
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
@@ -64,7 +65,7 @@ class StepLoss:
         inputs = dict(inputs)
         share = total_weight(inputs) / labelled_tokens
         if self.router_loss is not None:
-            inputs |= self.router_loss.inputs()
+            inputs[BALANCE] = True  # the model computes the loss
         has_images = "pixel_values" in inputs
         if self.context is not None:
             inputs[CONTEXT] = self.context

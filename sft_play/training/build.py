@@ -29,7 +29,7 @@ from sft_play.runs.metrics import GpuSample
 from sft_play.runs.stamp import Stamp
 from sft_play.training.batches import StepLoss
 from sft_play.training.best import EarlyStopping, LossWatch, best_step, metric_of, refuse_divided
-from sft_play.training.callbacks import EvalSpeedCallback, Throughput
+from sft_play.training.callbacks import EvalSpeedCallback
 from sft_play.training.context import RunContext
 from sft_play.training.engine import Engine
 from sft_play.training.events import Events
@@ -64,7 +64,9 @@ def build_loop(
     process = context.process
     set_seed(arguments.seed)
     speed = EvalSpeedCallback(config.train.eval_time_budget, process)
-    throughput = Throughput(process, speed, flops_counter(context.plan))
+    step_log = StepLog(
+        speed, context.memory, flops_counter(context.plan), peak_flops(context.plan), mean_gpus
+    )
     order = StepSampler(data.train.lengths, layout, config.epoch_seed)
     events = Events(arguments, model, tokenizer)
     events.add(speed)
@@ -78,7 +80,7 @@ def build_loop(
         collator=build_collator(context, tokenizer, model, data.train.has_images),
         order=order,
         evaluator=build_evaluator(context, data, data.validation, tokenizer, model),
-        step_log=StepLog(throughput, context.memory, peak_flops(context.plan), mean_gpus),
+        step_log=step_log,
         guard=step_guard(context, order, data.train),
         gradients=GradientWatch(process, config.train.on_untrained),
         loss_watch=LossWatch(model.config.get_text_config().vocab_size, arguments.learning_rate),

@@ -1,11 +1,11 @@
-"""Callbacks of the trainer: evaluation mode, throughput, progress."""
+"""Callbacks of the loop: evaluation mode and its time, progress."""
 
 import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -121,109 +121,6 @@ class EvalSpeedCallback(TrainerCallback):
             f"{count} evaluations took {seconds:.1f} s, {share:.1%} of the "
             f"time in training{left_out}"
         )
-
-
-class Work(NamedTuple):
-    """What a rank has trained up to a moment, or between two."""
-
-    seconds: float  # of training steps alone
-    steps: int
-    tokens: int  # without padding and fillers
-    rows: int
-    flops: float  # that the rows cannot do without; 0 if nothing counts them
-
-    def since(self, before: "Work") -> "Work":
-        """Return the work between two moments."""
-        return Work(*(now - then for now, then in zip(self, before, strict=True)))
-
-
-class Throughput(TrainerCallback):
-    """Measures tokens per second after the first step, which compiles and allocates.
-
-    `tokens` is the number of real tokens that this rank has trained, counted on the CPU, as are
-    `rows` and `flops`. `flops_of(lengths, labeled)` counts the operations of documents.
-    """
-
-    def __init__(
-        self,
-        process: Process,
-        evaluations: EvalSpeedCallback,
-        flops_of: Callable[[Sequence[int], int], float] | None = None,
-    ):
-        self.process = process
-        self.evaluations = evaluations
-        self.flops_of = flops_of
-        self.tokens = 0
-        self.rows = 0
-        self.flops = 0.0
-        self.steps = 0
-        self.save_seconds = 0.0
-        self.first_step_seconds = 0.0
-        self._started_at = 0.0  # in seconds of `clock`, as the two below
-        self._first_step: Work | None = None
-        self._last_step: Work | None = None
-        self._last_log: Work | None = None
-
-    def add(self, lengths: Sequence[int], labelled: int) -> None:
-        """Count the documents of a step of this rank, by their tokens; `labelled` have a label."""
-        self.steps += 1
-        self.tokens += sum(lengths)
-        self.rows += len(lengths)
-        if self.flops_of is not None:
-            self.flops += self.flops_of(lengths, labelled)
-
-    def clock(self) -> float:
-        """Return the time in seconds without that of evaluations and saves."""
-        return time.perf_counter() - self.evaluations.seconds - self.save_seconds
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._started_at = self.clock()
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        if self._first_step is None:
-            self._first_step = self._mark()
-            self.first_step_seconds = self._first_step.seconds - self._started_at
-
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._last_step = self._mark()
-
-    def since_log(self) -> Work | None:
-        """Return the work of this rank since this was last called; None for the first step.
-
-        The first step compiles and allocates. The loss of the last step must have been read: then
-        the GPU has computed what was counted.
-        """
-        now = self._counted()
-        before = self._last_log or self._first_step
-        self._last_log = now
-        if before is None or now.seconds <= before.seconds:
-            return None
-        return now.since(before)
-
-    def _counted(self) -> Work:
-        return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
-
-    def _mark(self) -> Work:
-        if self.process.is_gpu:
-            torch.cuda.synchronize(self.process.device)
-        return self._counted()
-
-    @property
-    def train_seconds(self) -> float:
-        return self._last_step.seconds - self._started_at if self._last_step else 0.0
-
-    def tokens_per_second(self) -> float | None:
-        """Return real tokens per second over all ranks, None for a run of one step.
-
-        Every rank must call it.
-        """
-        if self._first_step is None or self._last_step is None:
-            return None
-        tokens = self.process.sum(self._last_step.tokens - self._first_step.tokens)
-        seconds = self._last_step.seconds - self._first_step.seconds
-        if tokens <= 0 or seconds <= 0:
-            return None
-        return tokens / seconds
 
 
 class Progress(TrainerCallback):

@@ -50,10 +50,6 @@ class RouterLoss:
         if module.training:
             self._taken = getattr(outputs, "aux_loss", None)
 
-    def inputs(self) -> dict[str, bool]:
-        """Return the inputs with which the model computes the loss."""
-        return {BALANCE: True}
-
     def of_micro_batch(self, share: float) -> Tensor:
         """Return the loss of the last forward pass, times coefficient and share of the step."""
         assert self._taken is not None, "the model returned no load-balancing loss"

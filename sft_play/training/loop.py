@@ -81,8 +81,7 @@ class TrainingLoop:
         self.stamp = {**self.stamp, "dtypes": dtypes_of(self.engine.model)}
         self.process = self.engine.process
         self.memory = self.step_log.memory
-        self.throughput = self.step_log.throughput
-        self.speed = self.throughput.evaluations
+        self.speed = self.step_log.evaluations
 
     @property
     def state(self) -> TrainerState:
@@ -208,12 +207,12 @@ class TrainingLoop:
             self.evaluate_and_save()
 
     def fetch(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Return the micro-batches of one step. Adds the work of this rank to the throughput."""
+        """Return the micro-batches of one step. Adds the work of this rank to the log."""
         started = time.perf_counter()
         fetched = list(itertools.islice(batches, self.order.layout.micro_batches))
         self.step_log.times.add("data", time.perf_counter() - started)
         lengths = [length for batch in fetched for length in batch.pop(REAL_LENGTHS)]
-        self.throughput.add(lengths, sum(len(batch[LOSS_TARGETS]) for batch in fetched))
+        self.step_log.add_rows(lengths, sum(len(batch[LOSS_TARGETS]) for batch in fetched))
         return fetched
 
     def train_step(self, micro_batches: Sequence[Batch], epochs: float) -> None:
@@ -372,7 +371,7 @@ class TrainingLoop:
                 "has_moved": self.movement.has_moved(),
             }
             folder = save_checkpoint(self.engine, self.state, self.stamp, self.best_metric)
-        self.throughput.save_seconds += time.perf_counter() - started
+        self.step_log.save_seconds += time.perf_counter() - started
         self.report_saved(folder)
 
     def save_now(self) -> None:

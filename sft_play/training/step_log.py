@@ -3,14 +3,17 @@
 It is measured on every rank without waiting for a GPU, and gathered once for each log.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
 
 from sft_play.runs.metrics import GpuSample
-from sft_play.training.callbacks import Throughput, Work
+from sft_play.training.callbacks import EvalSpeedCallback
 from sft_play.training.events import LogDetails
 from sft_play.training.memory import MemoryMeter
 
@@ -22,6 +25,20 @@ SAMPLED = {  # fields of GpuSample by the names of TensorBoard
     "celsius": "celsius",
 }
 STEP_PARTS = ("data", "forward", "backward", "optimizer", "communication")
+
+
+class Work(NamedTuple):
+    """What a rank has trained up to a moment, or between two."""
+
+    seconds: float  # of training steps alone
+    steps: int
+    tokens: int  # without padding and fillers
+    rows: int
+    flops: float  # that the rows cannot do without; 0 if nothing counts them
+
+    def since(self, before: "Work") -> "Work":
+        """Return the work between two moments."""
+        return Work(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -45,37 +62,101 @@ class LoggedSteps:
     details: LogDetails
 
 
-class StepLog:
-    """Collects what the ranks measured, at each log of a loss.
+class StepLog(TrainerCallback):
+    """Measures the steps of this rank, and collects what the ranks measured at each log of a loss.
 
-    `peak_flops` is the card's number of operations a second, None if it is not known.
-    `mean_gpus` returns the mean load since it was last called of the GPUs that this rank samples.
+    Tokens per second count after the first step, which compiles and allocates. `tokens` is the
+    number of real tokens that this rank has trained, counted on the CPU, as are `rows` and `flops`:
+    `flops_of(lengths, labeled)` counts the operations of documents. `peak_flops` is the card's
+    number of operations a second, None if it is not known. `mean_gpus` returns the mean load since
+    it was last called of the GPUs that this rank samples.
     """
 
     def __init__(
         self,
-        throughput: Throughput,
+        evaluations: EvalSpeedCallback,
         memory: MemoryMeter,
+        flops_of: Callable[[Sequence[int], int], float] | None = None,
         peak_flops: float | None = None,
         mean_gpus: Callable[[], Sequence[GpuSample]] = tuple,
     ):
-        self.process = throughput.process
-        self.throughput = throughput
+        self.process = memory.process
+        self.evaluations = evaluations
         self.memory = memory
         self.times = memory.times
+        self.flops_of = flops_of
         self.peak_flops = peak_flops
         self.mean_gpus = mean_gpus
+        self.tokens = 0
+        self.rows = 0
+        self.flops = 0.0
+        self.steps = 0
+        self.save_seconds = 0.0
+        self.first_step_seconds = 0.0
+        self._started_at = 0.0  # in seconds of `clock`, as in the three below
+        self._first_step: Work | None = None
+        self._last_step: Work | None = None
+        self._last_log: Work | None = None
         self._logged_loss = 0.0  # summed over the steps that were logged
         self.reset()
 
     def reset(self, step: int = 0) -> None:
-        """Forget what was measured before `step`: a probe's steps do not count."""
+        """Forget the loss and the seconds before `step`: a probe's steps do not count."""
         # of this rank since the last log, times the ranks; it stays on the GPU
         self._loss = torch.tensor(0.0, device=self.process.device)
         self._loss_before = self._loss
         self._token_share = 0.0
         self.logged_step = step
         self.times.take()
+
+    def clock(self) -> float:
+        """Return the time in seconds without that of evaluations and saves."""
+        return time.perf_counter() - self.evaluations.seconds - self.save_seconds
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self._started_at = self.clock()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        if self._first_step is None:
+            self._first_step = self._mark()
+            self.first_step_seconds = self._first_step.seconds - self._started_at
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._last_step = self._mark()
+
+    def _mark(self) -> Work:
+        """Return the work up to now, once the GPU has computed it."""
+        if self.process.is_gpu:
+            torch.cuda.synchronize(self.process.device)
+        return self._counted()
+
+    def _counted(self) -> Work:
+        return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
+
+    @property
+    def train_seconds(self) -> float:
+        return self._last_step.seconds - self._started_at if self._last_step else 0.0
+
+    def tokens_per_second(self) -> float | None:
+        """Return real tokens per second over all ranks, None for a run of one step.
+
+        Every rank must call it.
+        """
+        if self._first_step is None or self._last_step is None:
+            return None
+        tokens = self.process.sum(self._last_step.tokens - self._first_step.tokens)
+        seconds = self._last_step.seconds - self._first_step.seconds
+        if tokens <= 0 or seconds <= 0:
+            return None
+        return tokens / seconds
+
+    def add_rows(self, lengths: Sequence[int], labelled: int) -> None:
+        """Count the documents of a step of this rank, by their tokens; `labelled` have a label."""
+        self.steps += 1
+        self.tokens += sum(lengths)
+        self.rows += len(lengths)
+        if self.flops_of is not None:
+            self.flops += self.flops_of(lengths, labelled)
 
     def start_step(self) -> None:
         """Start a step, which may be left out."""
@@ -106,7 +187,7 @@ class StepLog:
         own = RankLog(
             loss=loss,
             token_share=self._token_share,
-            work=self.throughput.since_log(),
+            work=self._work_since_log(),
             seconds={part: value / steps for part, value in seconds.items() if part in STEP_PARTS},
             memory=self.memory.gib_now(),
             gpus=tuple(self.mean_gpus()),
@@ -125,13 +206,25 @@ class StepLog:
             **losses_by_rank(ranks, steps),
             **parts,
             **gpu_values(ranks, self.process.device.type),
-            "time/evaluation_seconds": self.throughput.evaluations.seconds,
-            "time/save_seconds": self.throughput.save_seconds,
+            "time/evaluation_seconds": self.evaluations.seconds,
+            "time/save_seconds": self.save_seconds,
         }
         waited = {WAITED: parts[WAITED]} if WAITED in parts else {}
         speed = waited | self._speed([rank.work for rank in ranks if rank.work is not None])
         gpus = tuple(sample for rank in ranks for sample in rank.gpus)
         return LoggedSteps(summed_loss / steps, speed, LogDetails(by_rank, gpus))
+
+    def _work_since_log(self) -> Work | None:
+        """Return the work of this rank since this was last called; None for the first step.
+
+        The loss of the last step was read: the GPU has computed what was counted.
+        """
+        now = self._counted()
+        before = self._last_log or self._first_step
+        self._last_log = now
+        if before is None or now.seconds <= before.seconds:
+            return None
+        return now.since(before)
 
     def _speed(self, works: Sequence[Work]) -> dict[str, float]:
         """Return the speed of all ranks, {} for the first step."""

@@ -116,7 +116,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     stop.follow(loop.evaluator, evaluator)
     loop.report_saved = recorder.note_checkpoint
     stop.stop_step = config.train.stops_after
-    loop.events.add(observers.metrics_file, observers.trace, loop.throughput, stop)
+    loop.events.add(observers.metrics_file, observers.trace, loop.step_log, stop)
     progress = Progress(process)
     loop.events.add(progress, observers.trackers)
     if group.watch is not None:
@@ -294,19 +294,19 @@ def finish(recorder: RunRecorder, loop: TrainingLoop, stopped: str | None) -> No
 
     `stopped` says why the run stopped early, None for one that did not. Every rank must call it.
     """
-    throughput = loop.throughput
+    steps = loop.step_log
     step = loop.state.global_step
     report = recorder.report
     peaks = loop.memory.peaks_over_ranks(report.memory.predicted)
     recorder.note_seconds(
-        train=throughput.train_seconds,
-        first_step=throughput.first_step_seconds,
+        train=steps.train_seconds,
+        first_step=steps.first_step_seconds,
         evaluate=loop.speed.seconds,
     )
     recorder.update(
         global_step=step,
         engine=type(loop.engine.wrapped).__name__,
-        tokens_per_second=throughput.tokens_per_second(),
+        tokens_per_second=steps.tokens_per_second(),
         peak_bytes=dataclasses.replace(
             report.peak_bytes, measured=peaks.measured, reserved=peaks.reserved
         ),
