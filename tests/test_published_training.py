@@ -193,20 +193,8 @@ def test_an_adapter_with_the_text_models_names_is_dead_and_refused(
         name.replace("language_model.", ""): tensor for name, tensor in load_file(path).items()
     }
     save_file(renamed, path, metadata={"format": "pt"})
-    request = {
-        "path": str(adapter),
-        "is_adapter": True,
-        "has_config": False,
-        "trust_remote_code": False,
-        "dtype": "float32",
-        "device_map": {"": "cpu"},
-        "offload_folder": None,
-        "quantization": None,
-        "revision": None,
-        "stored": None,
-    }
     with pytest.raises(ValueError, match=r"PEFT does not load .* adapter tensors"):
-        plain.load(request)
+        plain.load(plain.Folder(adapter, "float32", {"": "cpu"}))
 
 
 def test_the_page_names_every_type():

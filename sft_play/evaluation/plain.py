@@ -13,7 +13,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,23 @@ FREE_TOKENS = 4  # generated if the first one is no stop
 IMAGES = "images."  # the row's number and the name of an argument follow
 SHOWN_TOKENS = 40  # of a prompt before a forced stop
 Said = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder of saved weights, how a stranger loads it, and what is asked of it."""
+
+    path: Path
+    dtype: str  # of base weights, or "auto"
+    device_map: Mapping[str, str]
+    quantization: Mapping[str, Any] | None = None  # of the base of an adapter
+    revision: str | None = None
+    trust_remote_code: bool = False
+    offload_folder: Path | None = None
+    stored: Mapping[str, Any] | None = None  # how the base's quantized weights are read as plain
+    rows: Path | None = None  # to be scored
+    stops: Sequence[tuple[list[int], int]] = ()  # ids of a prompt, and the stop that may follow
+    prompts: Sequence[list[dict[str, Any]]] = ()  # messages, for the folder's chat template
 
 
 def said(logits: Tensor, labels: Tensor, tokens: Tensor | None = None) -> Said:
@@ -72,41 +91,40 @@ def answer(asked: str, answered: str) -> None:
     from safetensors.torch import load_file, save_file
 
     with open(asked, encoding="utf-8") as file:
-        request = json.load(file)
-    model, tokenizer = load(request)
-    rows = load_file(request["rows"])
-    said_now = scored(model, rows)
-    stops = [ends_at(model, tokenizer, prompt, stop) for prompt, stop in request["stops"]]
-    prompts = [prompt_ids(tokenizer, messages) for messages in request["prompts"]]
-    facts = {"stops": stops, "prompts": prompts, "eos": tokenizer.eos_token_id}
+        folder = Folder(**json.load(file))
+    model, tokenizer = load(folder)
+    said_now = scored(model, load_file(folder.rows))
+    stops = [ends_at(model, tokenizer, prompt, stop) for prompt, stop in folder.stops]
+    prompts = [prompt_ids(tokenizer, messages) for messages in folder.prompts]
+    facts = {"stops": stops, "prompts": prompts}
     save_file(said_now, answered, metadata={"facts": json.dumps(facts)})
 
 
-def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
+def load(folder: Folder) -> tuple[Any, Any]:
     """Return the model of a folder, with an adapter over its base, and the folder's tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
-    folder = request["path"]
-    remote = {"trust_remote_code": request["trust_remote_code"]}
-    options = {**remote, "dtype": request["dtype"], "device_map": request["device_map"]}
-    if request["offload_folder"]:
-        options["offload_folder"] = request["offload_folder"]
-    tokenizer = AutoTokenizer.from_pretrained(folder, **remote)
-    if not request["is_adapter"]:
-        model = opened(folder, **options)
+    path = Path(folder.path)
+    remote = {"trust_remote_code": folder.trust_remote_code}
+    options = {**remote, "dtype": folder.dtype, "device_map": folder.device_map}
+    if folder.offload_folder:
+        options["offload_folder"] = folder.offload_folder
+    tokenizer = AutoTokenizer.from_pretrained(path, **remote)
+    if not (path / "adapter_config.json").is_file():
+        model = opened(path, **options)
         return with_soft_caps(model).eval(), tokenizer
     from peft import PeftConfig, PeftModel
 
-    if request["quantization"]:
-        options["quantization_config"] = BitsAndBytesConfig(**request["quantization"])
-    if request["has_config"]:  # a stretched rope
-        options["config"] = AutoConfig.from_pretrained(folder, **remote)
-    options["generation_config"] = GenerationConfig.from_pretrained(folder)
-    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
-    with reading(request["stored"]):
-        model = opened(base, revision=request["revision"], **options)
+    if folder.quantization:
+        options["quantization_config"] = BitsAndBytesConfig(**folder.quantization)
+    if (path / "config.json").is_file():  # a stretched rope
+        options["config"] = AutoConfig.from_pretrained(path, **remote)
+    options["generation_config"] = GenerationConfig.from_pretrained(path)
+    base = PeftConfig.from_pretrained(path).base_model_name_or_path
+    with reading(folder.stored):
+        model = opened(base, revision=folder.revision, **options)
     for module in model.modules():
-        if request["quantization"] and hasattr(module, "compute_dtype"):
+        if folder.quantization and hasattr(module, "compute_dtype"):
             # a base in 4 bits names a type of its own
             module.compute_dtype = options["quantization_config"].bnb_4bit_compute_dtype
         # On some CPUs a 4-bit layer would round its scales to bfloat16 when it is evaluated. What
@@ -115,8 +133,8 @@ def load(request: Mapping[str, Any]) -> tuple[Any, Any]:
             module.support_avx512bf16_for_cpu = False
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # tokens that a run added
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    adapted = PeftModel.from_pretrained(with_soft_caps(model), folder)
-    refuse_unread(adapted, folder)
+    adapted = PeftModel.from_pretrained(with_soft_caps(model), path)
+    refuse_unread(adapted, path)
     return adapted.eval(), tokenizer
 
 
@@ -133,7 +151,9 @@ def reading(stored: Mapping[str, Any] | None) -> contextlib.AbstractContextManag
     return module.reading_as_plain(stored["block"])
 
 
-def opened(name: str, trust_remote_code: bool, revision: str | None = None, **options: Any) -> Any:
+def opened(
+    name: str | Path, trust_remote_code: bool, revision: str | None = None, **options: Any
+) -> Any:
     """Return a model, of the class that its config.json declares."""
     import transformers
 
@@ -145,7 +165,7 @@ def opened(name: str, trust_remote_code: bool, revision: str | None = None, **op
     return model_class.from_pretrained(name, config=config, **source, **options)
 
 
-def refuse_unread(adapted: Any, folder: str) -> None:
+def refuse_unread(adapted: Any, folder: Path) -> None:
     """Raise ValueError unless the adapters of a model are what the adapter's file has.
 
     PEFT leaves out, with a warning or without, what it finds no layer for.

@@ -6,7 +6,7 @@ Only transformers and PEFT open them. Legend: N labeled positions of all rows.
 import json
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.evaluation import opener
+from sft_play.evaluation.plain import Folder
 from sft_play.evaluation.reference import FLOAT8, Reference
 from sft_play.models import bnb
 from sft_play.models.base_files import plain_reading
@@ -46,37 +47,19 @@ OTHER_LOSS = 0.05  # nats a token
 SAME_AGREEMENT = 0.9  # share of equal most likely tokens
 
 
-@dataclass(frozen=True)
-class Folder:
-    """A folder of saved weights, and how a stranger loads it."""
-
-    path: Path
-    dtype: str  # of base weights, or "auto"
-    device_map: Mapping[str, str]
-    quantization: Mapping[str, Any] | None = None  # of the base of an adapter
-    revision: str | None = None
-    trust_remote_code: bool = False
-    offload_folder: Path | None = None
-    stored: Mapping[str, Any] | None = None  # how the base's quantized weights are read as plain
-
-    @classmethod
-    def of_run(
-        cls, path: Path, config: Config, compute_dtype: torch.dtype, device: torch.device | str
-    ) -> "Folder":
-        """Return a run's saved weights, an adapter over its base as training loaded that."""
-        return cls(
-            path,
-            dtype_name(weight_dtype(config, compute_dtype)),
-            {"": str(device)},
-            bnb.plain_quantization(config, compute_dtype),
-            config.model.revision,
-            config.model.trust_remote_code,
-            stored=plain_reading(config),
-        )
-
-    @property
-    def is_adapter(self) -> bool:
-        return (self.path / "adapter_config.json").is_file()
+def folder_of_run(
+    path: Path, config: Config, compute_dtype: torch.dtype, device: torch.device | str
+) -> Folder:
+    """Return a run's saved weights, an adapter over its base as training loaded that."""
+    return Folder(
+        path,
+        dtype_name(weight_dtype(config, compute_dtype)),
+        {"": str(device)},
+        bnb.plain_quantization(config, compute_dtype),
+        config.model.revision,
+        config.model.trust_remote_code,
+        stored=plain_reading(config),
+    )
 
 
 @dataclass(frozen=True)
@@ -201,19 +184,17 @@ def ask(folder: Folder, reference: Reference) -> tuple[dict[str, Tensor], dict[s
     """
     first_prompt = {stop: prompt for prompt, stop in reversed(reference.stops)}
     with tempfile.TemporaryDirectory() as temporary:
-        names = "rows.safetensors request.json answer.safetensors said.txt".split()
+        names = ("rows.safetensors", "request.json", "answer.safetensors", "said.txt")
         rows, asked, answered, said = (Path(temporary) / name for name in names)
         tokens = reference.said["tokens"].contiguous()
         save_file({**reference.rows, "tokens": tokens}, rows)
-        request = {
-            **vars(folder),
-            "is_adapter": folder.is_adapter,
-            "has_config": (folder.path / "config.json").is_file(),
-            "rows": rows,
-            "stops": [(first_prompt[stop], stop) for stop in _distinct_stops(reference)],
-            "prompts": [messages for messages, _ in reference.prompts],
-        }
-        asked.write_text(json.dumps(request, default=str), encoding="utf-8")
+        request = replace(
+            folder,
+            rows=rows,
+            stops=[(first_prompt[stop], stop) for stop in _distinct_stops(reference)],
+            prompts=[messages for messages, _ in reference.prompts],
+        )
+        asked.write_text(json.dumps(vars(request), default=str), encoding="utf-8")
         code = opener.run(asked, answered, said)
         if code:
             lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()

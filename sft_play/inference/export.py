@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from sft_play.errors import ConfigError
-from sft_play.evaluation.reopened import Folder
+from sft_play.evaluation.reopened import folder_of_run
 from sft_play.inference.export_gguf import write_gguf
 from sft_play.inference.exported import (
     Export,
@@ -85,7 +85,7 @@ def write_adapter(export: Export, staging: Path, _: Path) -> Written:
         write_json(settings, {**read_json(settings), **now})
     complete_tokenizer(staging)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    found = export.check(Folder.of_run(staging, config, DTYPES[precision(config)], device))
+    found = export.check(folder_of_run(staging, config, DTYPES[precision(config)], device))
     if kind == "vllm-adapter":
         list_experts(config, staging)
     model_class = BaseFacts.read(config.model).model_class

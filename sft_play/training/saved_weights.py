@@ -18,7 +18,7 @@ from sft_play import timeline
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.reference import Reference, make_reference
-from sft_play.evaluation.reopened import Folder, reopen
+from sft_play.evaluation.reopened import folder_of_run, reopen
 from sft_play.models.adapter_state import published_state
 from sft_play.models.base_files import (
     copy_processors,
@@ -149,7 +149,7 @@ def reopen_saved(
     with recorder.check("plain transformers opens the saved weights and says the same"):
         with timeline.span("reopened by plain transformers"):
             process = context.process
-            saved = Folder.of_run(weights, context.config, process.compute_dtype, process.device)
+            saved = folder_of_run(weights, context.config, process.compute_dtype, process.device)
             found = reopen(saved, reference)
         logger.info("%s", found.line(name))
         faults = found.faults()
@@ -165,7 +165,7 @@ def reopen_saved(
 
 
 def why_not(weights: Path, context: RunContext, loop: TrainingLoop) -> str | None:
-    """Return why saved weights are not opened again, None where they are."""
+    """Return why saved weights are not opened again, None if they are."""
     config = context.config
     asked = config.train.reopen_saved
     if asked is False:
