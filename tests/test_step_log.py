@@ -103,7 +103,7 @@ def test_samples_are_averaged_since_the_last_log(monkeypatch):
 
     monkeypatch.setattr(observers, "sample_gpus", read)
     sampler = GpuSampler({0: "GPU-a"})
-    sampler.begin().join(10)
+    sampler.start().join(10)
     assert sampler.latest()[0].busy_percent == 50.0
     assert sampler.mean_since_log() == (GpuSample(0, 70.0, 30.0, 300.0, None),)
     assert sampler.mean_since_log() == ()
@@ -112,5 +112,5 @@ def test_samples_are_averaged_since_the_last_log(monkeypatch):
 def test_without_a_gpu_nothing_is_sampled(plant):
     plant(**NO_DRIVER)
     sampler = GpuSampler.of_machine(ALONE)
-    assert sampler.begin() is None
+    assert sampler.start() is None
     assert (sampler.latest(), sampler.mean_since_log()) == ((), ())

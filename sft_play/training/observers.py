@@ -35,7 +35,7 @@ BEAT_SECONDS = 5.0  # between two signs of life
 class MetricsFile(Observer):
     """Appends what is logged, and every BEAT_SECONDS the step and the load of the GPUs.
 
-    The signs of life come from a thread, until `end`: they continue during evaluations
+    The signs of life come from a thread, until `stop`: they continue during evaluations
     and while a rank hangs. Without a `path`, as on other ranks than the main one, it does nothing.
     """
 
@@ -50,7 +50,7 @@ class MetricsFile(Observer):
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Give no further sign of life."""
         self._ended.set()
 
@@ -112,7 +112,7 @@ SAMPLE_SECONDS = 2.0
 
 
 class GpuSampler:
-    """Reads the GPUs of some ranks every SAMPLE_SECONDS, between `begin` and `end`."""
+    """Reads the GPUs of some ranks every SAMPLE_SECONDS, between `start` and `stop`."""
 
     def __init__(self, uuid_of_rank: Mapping[int, str]):
         self.uuid_of_rank = uuid_of_rank
@@ -135,7 +135,7 @@ class GpuSampler:
             return cls({})
         return cls({number: uuid for number, (there, uuid) in enumerate(found) if there == host})
 
-    def begin(self) -> threading.Thread | None:
+    def start(self) -> threading.Thread | None:
         """Begin to sample, and return the thread that does; None if there is no GPU."""
         if not self.uuid_of_rank:
             return None
@@ -143,7 +143,7 @@ class GpuSampler:
         thread.start()
         return thread
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Sample no more."""
         self._ended.set()
 
@@ -246,12 +246,12 @@ class Observers:
         self.trace = StepTrace(context.folder.trace, steps)
 
     def __enter__(self) -> Self:
-        self.gpus.begin()
+        self.gpus.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.gpus.end()
-        self.metrics_file.end()
+        self.gpus.stop()
+        self.metrics_file.stop()
 
     def close(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
         """Show the settings next to the last scores, and end the trackers."""

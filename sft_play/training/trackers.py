@@ -73,7 +73,7 @@ def _open(name: str, folder: RunFolder, ids: dict[str, str]) -> TrainerCallback:
         if name == "trackio":
             return TrackioCallback()
         tracker = WandbLog() if name == "wandb" else MlflowLog()
-        run_id = tracker.begin(folder, ids.get(name))
+        run_id = tracker.start_run(folder, ids.get(name))
     except (ImportError, RuntimeError) as error:
         raise EnvironmentFault(f"train.report_to={name}: {first_line(error)}") from error
     if run_id == ids.get(name):
@@ -105,7 +105,7 @@ class Continued(TrainerCallback):
 class WandbLog(Continued, WandbCallback):
     """transformers' callback, whose run has begun; its files are in the run folder."""
 
-    def begin(self, folder: RunFolder, earlier: str | None) -> str:
+    def start_run(self, folder: RunFolder, earlier: str | None) -> str:
         """Continue the run of WANDB_RUN_ID, else the earlier one, or begin one; return its id."""
         wandb = self._wandb
         given = wandb.setup().settings
@@ -131,7 +131,7 @@ class WandbLog(Continued, WandbCallback):
 class MlflowLog(Continued, MLflowCallback):
     """transformers' callback, whose run has begun."""
 
-    def begin(self, folder: RunFolder, earlier: str | None) -> str:
+    def start_run(self, folder: RunFolder, earlier: str | None) -> str:
         """Continue the run of MLFLOW_RUN_ID, else the earlier one, or begin one; return its id.
 
         If the tracking server, or the store on disk, does not answer, mlflow itself would try again
