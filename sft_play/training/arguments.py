@@ -24,7 +24,7 @@ UNCHANGED = """
 """.split()
 
 
-# Optimizers by transformers' names; it has no Muon, which training.build gives to Trainer
+# Optimizers by transformers' names; it has no Muon, which training.engine creates
 OPTIMIZERS = {"adamw_8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "muon": "adamw_torch_fused"}
 
 
@@ -66,8 +66,6 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
         )
     arguments = ReportedArguments(**given)
     arguments.settings = settings_of(planned.config)
-    if plan.ranks.gpus_per_process > 1:
-        arguments._n_gpu = 1  # one model is placed on the GPUs; Trainer would wrap DataParallel
     if arguments.world_size != plan.ranks.world_size:
         raise EnvironmentFault(
             f"the process group has {arguments.world_size} ranks, planned were "
@@ -91,7 +89,7 @@ def _converted(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
         "per_device_train_batch_size": train.batch_size,
         "per_device_eval_batch_size": train.eval_batch_size,
         "gradient_accumulation_steps": plan.layout.micro_batches,
-        # with use_cpu Trainer would wrap the model in DDP, and DeepSpeed would never start
+        # with use_cpu accelerate would wrap the model in DDP, and DeepSpeed would never start
         "use_cpu": is_cpu and not uses_deepspeed,
         "deepspeed": plan.deepspeed.settings if uses_deepspeed else None,
         "accelerator_config": {

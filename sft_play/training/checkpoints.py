@@ -205,7 +205,7 @@ def load_weights(engine: Engine, checkpoint: Path) -> None:
 def loading_plain(checkpoint: Path) -> Iterator[None]:
     """Let torch.load run no code of pickles, as DeepSpeed would. Raises: CheckpointError."""
     load = torch.load
-    torch.load = lambda *args, **options: load(*args, **{**options, "weights_only": True})
+    torch.load = lambda *args, **options: load(*args, **options | {"weights_only": True})
     try:
         yield
     except UnpicklingError as error:

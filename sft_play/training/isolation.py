@@ -11,13 +11,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sft_play.data.collate import PackCollator, TokenSequence
+from sft_play.data.collate import Batch, PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 from sft_play.models.fast.attention.ulysses import ContextGroup
@@ -208,7 +207,7 @@ def _ends_of_long_row(
 
 def _inputs(
     sequences: Sequence[Sequence[np.ndarray]], collator: PackCollator, device: torch.device
-) -> dict[str, Any]:
+) -> Batch:
     """Return what a model gets of sequences of documents."""
     batch = collator([_sequence(documents) for documents in sequences])
     del batch["labels"]

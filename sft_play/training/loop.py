@@ -100,7 +100,7 @@ class TrainingLoop:
         self.checkpoint = checkpoint
         self.loader = self.create_loader()
         self.steps_per_epoch = len(self.loader) // self.order.layout.micro_batches
-        guards = self.start_state()
+        self.start_state()
         if engine.tokenizer is not None:
             align_special_tokens(engine.model, engine.tokenizer)
         engine.prepare(self.state.max_steps)
@@ -111,6 +111,7 @@ class TrainingLoop:
         handler.train_dataloader = self.loader
         handler.optimizer, handler.lr_scheduler = engine.optimizer, engine.lr_scheduler
         self.step_log.reset(self.state.global_step)
+        guards = self.state.stateful_callbacks.get(GUARDS, {})
         self.movement = Movement(engine.model, self.process, guards.get("has_moved", False))
 
     def train(self) -> None:
@@ -136,13 +137,12 @@ class TrainingLoop:
         self.log(logs)
         self.events.call("on_train_end")
 
-    def start_state(self) -> dict[str, Any]:
-        """Start the state of the run, or read that of a checkpoint; return what guards knew."""
+    def start_state(self) -> None:
+        """Start the state of the run, or read that of a checkpoint, with what guards knew."""
         args, process, checkpoint = self.engine.args, self.process, self.checkpoint
         steps = args.max_steps
         if steps <= 0:
             steps = math.ceil(args.num_train_epochs * self.steps_per_epoch)
-        guards: dict[str, Any] = {}
         if checkpoint is None:
             state = TrainerState(stateful_callbacks=[self.control], total_flos=0.0)
             state.train_batch_size = args.per_device_train_batch_size
@@ -164,7 +164,6 @@ class TrainingLoop:
         state.is_local_process_zero = process.local_rank == 0
         state.is_world_process_zero = process.is_main
         self.events.state = state
-        return guards
 
     def create_loader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches: accelerate shards `order`."""

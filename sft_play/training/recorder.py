@@ -129,7 +129,7 @@ class RunRecorder:
         """Set the seconds since the last lap, as those of the part `name`."""
         timeline.note(name, self.lap_began)
         now = time.time()
-        self.note_seconds(**{name: now - self.lap_began})
+        self.note(seconds={**self.report.seconds, name: round(now - self.lap_began, 3)})
         self.lap_began = now
 
     def follow_state(self, state: Any) -> None:

@@ -3,7 +3,6 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -104,5 +103,5 @@ def refuse_other_dtypes(checkpoint: Path, model: torch.nn.Module) -> None:
         )
 
 
-def _words(dtypes: dict[str, Any]) -> str:
+def _words(dtypes: dict[str, list[str]]) -> str:
     return ", ".join(f"{kind} {' and '.join(names) or 'none'}" for kind, names in dtypes.items())

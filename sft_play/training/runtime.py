@@ -52,7 +52,7 @@ def start(planned: PlannedRun, folder: RunFolder) -> Process:
 def join_group(plan: RunPlan, timeout: timedelta) -> None:
     """Start the process group of the planned backend; collectives fail after `timeout`.
 
-    accelerate gets the settings explicitly: on a CPU Trainer by itself would drop the timeout, and
+    accelerate gets the settings explicitly: on a CPU TrainingArguments would drop the timeout, and
     start DDP instead of DeepSpeed.
     """
     if plan.ranks.strategy == "single":
@@ -70,7 +70,7 @@ def join_group(plan: RunPlan, timeout: timedelta) -> None:
         timeout=timeout,
     )
     if plan.ranks.device == "cpu":
-        # accelerate says cpu:0. Trainer loads the optimizer of a checkpoint to that device, and
+        # accelerate says cpu:0, which torch tells from the device of a CPU tensor, and
         # torch.load restores to no CPU but "cpu".
         state.device = torch.device("cpu")
 

@@ -210,8 +210,7 @@ def answers_text(answers: Sequence[SampleAnswer]) -> str:
 class Trackers(Observer):
     """Passes what is logged on to the trackers, with the values of each rank.
 
-    Trainer ends its integrations with the training; here they stay open until `close`, for the
-    scores after it.
+    An integration ends with the training; these stay open until `close`, for the scores after it.
     """
 
     def __init__(self, trackers: Sequence[TrainerCallback]):
