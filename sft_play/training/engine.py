@@ -131,8 +131,8 @@ class Engine:
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next step."""
-        return float(self.lr_scheduler.get_last_lr()[0])
+        """The learning rate of the first group of parameters, which is the one that is logged."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def start_epoch(self) -> None:
         """Put the model into training mode, and list its parameters once for all steps."""
