@@ -95,7 +95,7 @@ def take_long_for_step_3() -> None:
 def hang_in_the_loader(path: Path) -> None:
     """Make the process that loads batches hang with the first one, and name itself in a file."""
 
-    def hang(*_):
+    def hang(*_, **__):
         path.write_text(str(os.getpid()))
         time.sleep(10 * SECONDS)
 
