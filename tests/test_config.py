@@ -56,6 +56,14 @@ def test_each_layer_overrides_the_one_before_and_names_itself(folder):
     assert (value(loaded, path), loaded.origin[path]) == (6, f"--set {path}")
 
 
+def test_changed_settings_are_in_a_copy():
+    config = load(EMPTY).config
+    changed = config.changed({"train.logging_steps": 7, "tuning.lora.r": 4})
+    assert (changed.train.logging_steps, changed.tuning.lora.r) == (7, 4)
+    assert (config.train.logging_steps, config.tuning.lora.r) == (10, 16)
+    assert changed.changed({"train": config.train, "tuning.lora": config.tuning.lora}) == config
+
+
 def test_the_base_config_lies_under_every_file(folder):
     (folder / "a.yaml").write_text("train:\n  epochs: 2\n")
     loaded = load("a.yaml")

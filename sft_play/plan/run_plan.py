@@ -21,7 +21,7 @@ from sft_play.plan.ranks import Ranks
 from sft_play.plan.speed import Speed, predict
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.runs.files import as_text, write_text
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, first_fault
 
 
 @dataclass(frozen=True)
@@ -221,11 +221,9 @@ def read_plan(folder: RunFolder) -> RunPlan:
     try:
         return _adapter().validate_json(text)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
         raise EnvironmentFault(
-            f"{folder.path / 'plan.json'}: cannot be read ({place}: {first['msg']}); it was "
-            "edited, or written by another version: train again"
+            f"{folder.path / 'plan.json'}: cannot be read ({first_fault(error)}); it was edited, "
+            "or written by another version: train again"
         ) from None
 
 
