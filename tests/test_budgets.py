@@ -44,7 +44,7 @@ TOKENS = {
     "models": 113_710,
     "monitor": 7_890,
     "notebooks": 13_700,
-    "plan": 48_710,
+    "plan": 48_680,
     "reporting": 10_790,
     "runs": 15_100,
     "training": 46_620,
