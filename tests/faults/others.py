@@ -200,7 +200,7 @@ def suspended(bench: Bench) -> Outcome:
 def hasty(self: Any) -> str | None:
     """Give up on a rank that is silent for three seconds."""
     silent = [peer for peer in self.peers if self._silent[peer.rank] > 3]
-    return self._silent_words(silent) if silent else None
+    return f"{silent} gave no sign of life" if silent else None
 
 
 def had(*_: Any, **__: Any) -> bool:
