@@ -24,7 +24,7 @@ PACKAGES = "torch transformers accelerate peft bitsandbytes deepspeed liger-kern
 SHAPE = {"r", "alpha", "dropout", "target_modules", "use_rslora"}  # settings of tuning.lora
 # What a resume must agree on. World size and strategy may change: the trainer checks the optimizer.
 BINDING = """
-backend mode quantization base_model base_revision base_digest adapter neftune_noise_alpha
+backend mode quantisation base_model base_revision base_digest adapter neftune_noise_alpha
 rope_scaling precision tokenizer_digest template_digest
 """.split()
 # Facts without which a stamp says too little; the first ones may be null or empty
