@@ -226,7 +226,7 @@ def test_a_run_before_a_reboot_is_gone(folder):
 def test_a_run_of_another_host_counts_while_it_gives_signs_of_life(folder, monkeypatch):
     monkeypatch.setattr(lock, "is_local", lambda path: False)
     write_holder(folder.path, replace(GONE, host="elsewhere", boot="another"))
-    with pytest.raises(EnvironmentFault, match=r"where it is gone for good, rm .*run.lock"):
+    with pytest.raises(EnvironmentFault, match=r"if it is gone for good, rm .*run.lock"):
         lock.take(folder.path, print)
     moment = (folder.path / lock.NAME).stat().st_mtime - lock.SILENT_SECONDS - 1
     os.utime(folder.path / lock.NAME, (moment, moment))

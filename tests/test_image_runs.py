@@ -167,7 +167,7 @@ def test_towers_are_trained(finished, place, mode, strategy):
     [
         ({"tuning.towers": "drop"}, "TUNING_TOWERS=frozen"),
         ({"tuning.towers": "full"}, "TUNING_TOWERS=lora"),
-        ({"tuning.towers_learning_rate": 0.1}, "no tower is trained"),
+        ({"tuning.towers_learning_rate": 0.1}, "no encoder is trained"),
         ({"train.strategy": "zero3"}, "TRAIN_STRATEGY=fsdp"),
         ({"train.strategy": "zero2", "tuning.towers": "lora"}, "TRAIN_STRATEGY=ddp"),
     ],

@@ -108,7 +108,11 @@ def test_infer_takes_images_beside_a_prompt(call, pictures):
     missing = {"PROMPT": "What?", "IMAGE": f"{one},nope.png"}
     for kind, said, variables in (
         (DataError, "IMAGE: image 2 'nope.png'", missing),
-        (DataError, "is no image", {"PROMPT": "What?", "IMAGE": pictures / "rows.jsonl"}),
+        (
+            DataError,
+            "is not a supported image",
+            {"PROMPT": "What?", "IMAGE": pictures / "rows.jsonl"},
+        ),
         (DataError, "write as many", {"PROMPT": "<image>?", "IMAGE": f"{one},{other}"}),
         (ConfigError, "their own images", {"IN": pictures / "rows.jsonl", "IMAGE": one}),
     ):

@@ -31,7 +31,7 @@ def test_memory_check_names_who_holds_gpu_memory(plant, tmp_path):
     assert lines[0] == "cuda:0 NVIDIA H200: 10.0 of 139.0 GiB used, 97 % busy"
     assert re.fullmatch(rf"  pid {os.getpid()} \S.*: 9\.0 GiB", lines[1])
     assert lines[2] == f"  pid {2**22 + 1} (of another container): memory not available"
-    assert lines[3] == "cuda:1 NVIDIA H200: 10.0 of 139.0 GiB used, utilisation not available"
+    assert lines[3] == "cuda:1 NVIDIA H200: 10.0 of 139.0 GiB used, utilization not available"
     assert lines[4].startswith("RAM: ")
 
 

@@ -8,6 +8,7 @@ import pytest
 from html_pages import Page
 from report_folders import DONE, ROWS, answer_lines, loss_lines, run_folder, scored_lines
 from run_files import write_holder
+from transformers import TrainerState
 
 from sft_play.commands.call import Call
 from sft_play.commands.runs import write_report_again
@@ -263,7 +264,8 @@ def test_a_check_that_fails_is_recorded_with_what_it_found(plan_run):
 
     folder = plan_run({})
     with RunRecorder(folder, PlannedRun.read(folder), 0) as recorder:
-        recorder.log_history = lambda: [{"step": 1, "loss": 2.0}, {"step": 1, "epoch": 0.5}]
+        logged = [{"step": 1, "loss": 2.0}, {"step": 1, "epoch": 0.5}]
+        recorder.follow_state(TrainerState(global_step=1, log_history=logged))
         with recorder.check("rows are whole"):
             raise DataError("row 3 is half a row")
     report = folder.read_report()

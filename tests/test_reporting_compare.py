@@ -1,4 +1,4 @@
-"""`make compare`: runs next to each other, in the terminal, as JSON and as a page."""
+"""`make compare`: runs side by side, in the terminal, as JSON and as a page."""
 
 import json
 from dataclasses import replace
@@ -56,7 +56,7 @@ def test_the_json_has_the_same_and_the_page_is_where_out_says(two, tmp_path):
     assert outcomes == {"loss": "no clear difference", "ROUGE-L": "better"}
     assert found["page"] == str(out)
     page = Page(out.read_text(encoding="utf-8"))
-    assert "2 runs next to each other" in page.words
+    assert "2 runs side by side" in page.words
     legends = [found for tag, found in page.tags if tag == "polyline"]
     assert len(legends) >= 4, "two curves in every chart"
 

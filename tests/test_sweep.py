@@ -40,7 +40,7 @@ def test_a_grid_has_every_combination_once():
     [
         ("", "write make sweep OVER="),
         ("train.seed", "train.seed names no values"),
-        ("train.seed=1 train.seed=2", "train.seed stands there twice"),
+        ("train.seed=1 train.seed=2", "train.seed appears twice"),
         ("train.run_name=a,b", "train.run_name cannot be swept"),
         (" ".join(f"s{n}={','.join(map(str, range(60)))}" for n in range(6)), "46656000000"),
     ],

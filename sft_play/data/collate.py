@@ -321,7 +321,7 @@ def labelled(labels: Tensor) -> LabelledPositions:
 
     Computed here, on the CPU: a GPU that counts them makes its CPU wait for the number.
 
-    >>> [found.tolist() for found in labeled(torch.tensor([[-100, 6, 7], [-100, -100, 9]]))]
+    >>> [found.tolist() for found in labelled(torch.tensor([[-100, 6, 7], [-100, -100, 9]]))]
     [[0, 1, 4], [6, 7, 9]]
     """
     next_labels = labels[:, 1:]

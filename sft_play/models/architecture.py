@@ -135,8 +135,8 @@ def _tower_names(twin: PreTrainedModel) -> tuple[str, ...]:
         ran = _modules_of_a_text(twin)
     except (NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"model.name={twin.config.name_or_path}: {type(twin).__name__} cannot be run on text "
-            f"alone: {first_line(error)}; set MODEL_NAME to a model that can"
+            f"model.name={twin.config.name_or_path}: {type(twin).__name__} cannot run on text "
+            f"only: {first_line(error)}; set MODEL_NAME to a model that can"
         ) from None
     found = {}
     if is_composite(twin.config):

@@ -36,7 +36,7 @@ def step_flops(
     ...     vocab=10, hidden=4, intermediate=8, layers=1,
     ...     heads=2, kv_heads=2, head_dim=2, is_tied=True,
     ... )
-    >>> step_flops(one, None, [1], labeled=0)  # 6 * 160 weights, 12 * 4 features * 1 pair
+    >>> step_flops(one, None, [1], labelled=0)  # 6 * 160 weights, 12 * 4 features * 1 pair
     1008.0
     """
     tokens = sum(lengths)

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from run_files import held_by_another
 
@@ -202,9 +203,9 @@ def repeated(name: str) -> str:
     return f"{name}={os.environ[name]}: no such setting"
 
 
-def strictly(path: str) -> str:
-    """Resolve a path, and raise where links point at each other."""
-    return os.path.realpath(path, strict=True)
+def strictly(value: Any) -> Any:
+    """Resolve a path, and raise if links point at each other."""
+    return os.path.realpath(value, strict=True) if isinstance(value, str) else value
 
 
 def unchecked(folder: RunFolder) -> RunReport:
@@ -374,7 +375,7 @@ SYSTEM = (
         circle,
         ExitClass.DATA,
         ("a link to", "which leads to no file", "set DATA_TRAIN_PATH to a data file"),
-        Guard("sft_play.plan.sources:_absolute_path", strictly),
+        Guard("sft_play.plan.sources:_absolute", strictly),
         5,
         None,
         True,

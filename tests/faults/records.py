@@ -109,7 +109,7 @@ ROWS = (
         "an Arrow stream breaks off between two batches",
         read("a.arrow", cut_stream),
         Guard("sft_play.data.arrow:END_OF_STREAM", b""),
-        "a.arrow: no Arrow stream, or one that breaks off",
+        "a.arrow: not a complete Arrow stream",
         ANEW,
     ),
     of_data(

@@ -247,7 +247,7 @@ ROWS = (
         changed(edit, "count_processes"),
         Guard("sft_play.data.sources:Source.refuse_change", nothing),
         "rows.jsonl: written to while it was tokenized",
-        "begin again",
+        "start again",
     ),
     of_data(
         "size-removed-file",
@@ -257,7 +257,7 @@ ROWS = (
             "sft_play.data.sources:Source.states",
             lambda source: [(each.stat().st_size,) for each in source.files],
         ),
-        "rows.jsonl: removed meanwhile",
+        "rows.jsonl: removed while it was read",
         "put it back",
     ),
     of_data(
