@@ -194,7 +194,7 @@ def test_two_ranks_train_weighted_rows_as_one_process_does(
     }
     alone = plan_run(settings)
     assert run_worker(alone) == 0
-    both = plan_run({**settings, "train.grad_accum": 1}, num_gpus=2)  # the same four rows a step
+    both = plan_run({**settings, "train.grad_accum": 1}, num_gpus=2)  # the same four rows per step
     assert run_two_workers(both) == [0, 0]
     assert losses_of(both) == pytest.approx(losses_of(alone), rel=1e-4)
     unweighted = plan_run({**settings, "data.train_path": rows_with(tmp_path, [None])})

@@ -77,7 +77,7 @@ def test_the_command_line_of_make_wins_over_the_shell():
 def test_make_plan_is_for_the_hardware_that_gpus_names():
     shown = make("plan", "GPUS=2xH200", "CONFIG=configs/multi_gpu_config.yaml")
     assert shown.returncode == 0, shown.stderr
-    assert "4 x 2 GPUs x 4 = 32 rows a step" in shown.stdout
+    assert "4 x 2 GPUs x 4 = 32 rows per step" in shown.stdout
 
 
 def test_commands_for_people_answer_programs_too(tmp_path):

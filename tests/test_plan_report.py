@@ -154,7 +154,7 @@ SHOWN = [
     ("1xH200", LLAMA_8B, "packing", "more memory"),
     ("1xH200", "train.packing=false", "packing", "off"),
     ("1x4GiB", LLAMA_8B, "longest row", "1,024 tokens"),
-    ("1xH200", MIXTURE, "plan", "3.35 billion active for a token, 8 of 128 experts"),
+    ("1xH200", MIXTURE, "plan", "3.35 billion active per token, 8 of 128 experts"),
     ("1xH200", MIXTURE, "plan", "on all linear layers and experts"),
     long("1xH200", f"{MIXTURE} tuning.lora.experts=none", "plan", "none on experts"),
     ("1xH200", f"{MIXTURE} tuning.lora.experts=shared", "plan", "one adapter for all experts"),
@@ -175,7 +175,7 @@ def test_a_line_has_the_figures_of_the_plan(gpus, asked, label, words):
 def test_speed_hours_and_the_longest_row_are_told_where_they_are_known():
     planned = plan_for("2xH200", LLAMA_8B)
     total = planned.plan.speed.tokens_per_second
-    expected = f"{total:,.0f} tokens/s ({total / 2:,.0f} a GPU)"
+    expected = f"{total:,.0f} tokens/s ({total / 2:,.0f} per GPU)"
     assert line(planned, "speed").startswith(expected)
     work = r"38 steps: .* [\d.]+ s of training, 0\.\d\d GPU-hours, [\d,]+ tokens/s"
     assert re.match(work, line(planned, "run"))

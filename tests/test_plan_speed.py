@@ -110,7 +110,7 @@ def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
 
 @pytest.mark.parametrize(
     "shape, mode, rows, recomputed, tokens_per_second",
-    [  # recorded layers, four rows a step in micro-batches of so many, by the runs' logs
+    [  # recorded layers, four rows per step in micro-batches of so many, by the runs' logs
         ("Qwen/Qwen3-30B-A3B", "lora", 4, 0, 25.4e3),
         ("Qwen/Qwen3-30B-A3B", "lora", 4, 44, 19.2e3),
         ("Qwen/Qwen3-30B-A3B", "lora", 2, 0, 23.0e3),

@@ -28,7 +28,7 @@ SILENT_SECONDS = 30.0
 LOG_PREFIX = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) \S+: (.+)")
 FACTS = {
     "tokens_per_second": lambda tokens: f"{in_short(tokens)} tokens/s",
-    "step_seconds": "{:.3g} s a step".format,
+    "step_seconds": "{:.3g} s per step".format,
     "mfu": "MFU {:.0%}".format,
     "learning_rate": "learning rate {:.3g}".format,
     "grad_norm": "gradient norm {:.3g}".format,

@@ -52,7 +52,7 @@ class BatchRequest:
         is_explicit = "auto" not in (self.batch_size, self.grad_accum)
         if unit > MOST_ROWS:
             raise ConfigError(
-                f"{self._arithmetic()} = {unit} rows a step; write numbers whose product is at "
+                f"{self._arithmetic()} = {unit} rows per step; write numbers whose product is at "
                 f"most {MOST_ROWS}"
             )
         if self.effective_batch == unit or (is_explicit and not self.is_effective_set):

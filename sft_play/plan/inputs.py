@@ -210,7 +210,7 @@ def plan_step(inputs: PlanInputs, step: StepSpec) -> Draft:
     if asked == "auto" and inputs.config.model.max_seq_len < LONG_ROW:
         counts = (1,)  # shorter rows have other ways to fit
     first: Draft | None = None
-    refused: ConfigError | None = None  # fewer rows a step than ranks
+    refused: ConfigError | None = None  # fewer rows per step than ranks
     for count in counts:
         if count > 1 and why_not_shared(inputs, step, count) is not None:
             continue

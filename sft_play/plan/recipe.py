@@ -240,7 +240,7 @@ def describe_weights(model: ModelShape) -> str:
     if model.guess is not None:
         words = f"about {words}, a guess"
     if model.active_parameters < model.parameters:
-        words += f", {format_count(model.active_parameters)} active for a token"
+        words += f", {format_count(model.active_parameters)} active per token"
     return words + model.counts.describe()
 
 

@@ -340,8 +340,8 @@ def _batch(plan: RunPlan) -> str:
         )
     world = f"{layout.replicas} {nouns if layout.replicas > 1 else noun}"
     return (
-        f"{layout.batch_size} x {world} x {layout.grad_accum} = {layout.rows_per_step} rows a step "
-        f"(micro-batch x {nouns} x accumulation), of at most {layout.max_seq_len:,} tokens"
+        f"{layout.batch_size} x {world} x {layout.grad_accum} = {layout.rows_per_step} rows per "
+        f"step (micro-batch x {nouns} x accumulation), of at most {layout.max_seq_len:,} tokens"
     )
 
 

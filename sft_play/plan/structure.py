@@ -143,7 +143,7 @@ class Structure:
         """Return what is not plain about the layers, after a comma; "" for nothing."""
         words = ""
         if self.experts:
-            words += f", {self.active_experts} of {self.experts} experts a token"
+            words += f", {self.active_experts} of {self.experts} experts per token"
         if self.recurrent_layers:
             layers = sum(kind.count for kind in self.layers)
             words += f", {self.recurrent_layers} of {layers} layers recurrent"

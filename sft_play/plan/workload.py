@@ -188,7 +188,7 @@ def describe_speed(plan: RunPlan) -> str:
     world_size = plan.ranks.world_size
     share = ""
     if world_size > 1:
-        share = f" ({speed.tokens_per_second / world_size:,.0f} a GPU)"
+        share = f" ({speed.tokens_per_second / world_size:,.0f} per GPU)"
     waiting = speed.collective_seconds / speed.step_seconds
     waits = f", {waiting:.0%} of it waiting for other GPUs" if waiting > 0.005 else ""
     unmeasured = _unmeasured(plan.step)

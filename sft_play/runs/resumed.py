@@ -146,7 +146,7 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
         if path in asked.settings:
             layer[path] = Located(parse_scalar(asked.settings[path].value), shown)
     unset = {path for path, setting in asked.settings.items() if not setting.is_chosen}
-    # else the plan may take another number of rows a step
+    # else the plan may take another number of rows per step
     unset.discard("train.effective_batch_size")
     return RunSettings(layer, source, frozenset(unset))
 
@@ -207,7 +207,7 @@ def refuse_other_steps(checkpoint: Path, saved: stamp.Stamp, now: Mapping[str, A
     if saved["effective_batch"] != now["effective_batch"]:
         rows = saved["effective_batch"]
         raise CheckpointError(
-            f"{checkpoint}: its run trained {rows} rows a step, and this one would train "
+            f"{checkpoint}: its run trained {rows} rows per step, and this one would train "
             f"{now['effective_batch']}; set TRAIN_EFFECTIVE_BATCH_SIZE={rows} "
             "TRAIN_GRAD_ACCUM=auto"
         )
