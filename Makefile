@@ -133,15 +133,15 @@ runs: $(ENV) ## list the runs with status and scores
 	@$(SFT) runs
 watch: $(ENV) ## follow RUN, by default the latest, until it ends: progress, loss, speed, GPUs
 	@$(SFT) watch
-compare: $(ENV) ## put RUNS=a,b,... next to each other: scores, settings, speed; a page in OUT
+compare: $(ENV) ## compare RUNS=a,b,... side by side: scores, settings, speed; a page in OUT
 	@$(SFT) compare
 report: $(ENV) ## write report.html of RUN again; every run writes its own when it ends
 	@$(SFT) report
 eval: $(ENV) ## score RUN (a run, model folder or adapter) on DATA_TEST_PATH; COMPARE=1; TASKS=x prints lm-eval's command
 	@$(SFT) eval
-infer: $(ENV) ## answer PROMPT (next to IMAGE=x.png), each line of standard input, or a file IN=x.jsonl OUT=y.jsonl, with RUN
+infer: $(ENV) ## answer PROMPT (with IMAGE=x.png), each line of standard input, or a file IN=x.jsonl OUT=y.jsonl, with RUN
 	@$(SFT) infer
-chat: $(ENV) ## chat with RUN, next to its base with COMPARE=1; /help lists the commands of a chat
+chat: $(ENV) ## chat with RUN, and with its base if COMPARE=1; /help lists the commands of a chat
 	@$(SFT) chat
 merge: $(ENV) ## merge RUN's adapter into its base, in MODEL_DTYPE; scored before it is published
 	@$(SFT) merge
@@ -149,7 +149,7 @@ export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter, vll
 	@$(SFT) export
 serve: $(ENV) ## serve RUN's export by vLLM or transformers' server, on 127.0.0.1:8000 (BIND, PORT)
 	@$(SFT) serve
-check-server: $(ENV) ## hold the server at URL to RUN's export: prompt tokens, stops, answers
+check-server: $(ENV) ## compare the server at URL with RUN's export: prompt tokens, stops, answers
 	@$(SFT) check-server
 push: $(ENV) ## upload RUN's export to REPO=owner/name on the hub, private unless PUBLIC=1, signed by SIGN=key.pem
 	@$(SFT) push
@@ -163,7 +163,7 @@ bench: $(ENV) ## measure speed of ARMS on WORKS, on a GPU (Unsloth: make install
 	@$(PY) -m benchmarks.machine
 	@$(PY) -m tools.install add requirements-bench.txt
 	$(PY) -m benchmarks.speed
-bench-data: $(ENV) ## measure data preparation next to TRL's, which this installs
+bench-data: $(ENV) ## measure data preparation, compared with TRL's, which this installs
 	@$(CHECK)
 	@$(PY) -m tools.install add requirements-bench.txt
 	$(PY) benchmarks/preparation.py

@@ -135,7 +135,7 @@ def train(
     distributed: DistributedOption = False,
     deepspeed: DeepspeedOption = False,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Start TensorBoard next to the run.")
+        bool, typer.Option("--tensorboard", help="Start TensorBoard with the run.")
     ] = False,
     backend: BackendOption = None,
 ) -> None:
@@ -317,7 +317,7 @@ def compare(
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Put runs next to each other: scores, settings that differ, speed, memory, and a page."""
+    """Put runs side by side: scores, settings that differ, speed, memory, and a page."""
     from sft_play.commands import runs as comparing
 
     typer.echo(comparing.compare(read_call(), runs or (), out, json))

@@ -1,4 +1,4 @@
-"""One rank of a run: if it computes, in what type, and how it talks to the other ranks.
+"""One rank of a run: where it computes, in what type, and how it talks to the other ranks.
 
 Knows torch and nothing of the project; models, evaluation, training and inference are given one.
 Its collectives run on the ranks' CPUs over gloo: asking a GPU would stop its CPU from running

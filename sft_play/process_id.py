@@ -62,7 +62,7 @@ class ProcessId:
     def is_alive(self) -> bool | None:
         """Return whether the process lives; None if this one cannot see it.
 
-        That is on another machine, before this boot, in another container, and if /proc hides
+        That is on another machine, before this boot, in another container, and where /proc hides
         the processes of other users.
         """
         if not self.is_here:

@@ -130,7 +130,7 @@ def test_words_and_thoughts_beside_an_earlier_call_are_said_if_lost():
         WRITES, "((m.tool_calls | tojson) if m.tool_calls else m.content)"
     )
     (note,) = notes_of(calls, *HISTORY, train_on="last")
-    assert "leaves out of earlier calls: words next to them;" in note
+    assert "leaves out of earlier calls: words in the same message;" in note
 
 
 def test_the_run_counts_the_rows_that_lose_something(tmp_path):

@@ -1,4 +1,4 @@
-"""Finds words of ../shared/english.md in documents, comments, docstrings and messages.
+"""Finds words that plain English replaces, in documents, comments, docstrings and messages.
 
 `make lint` runs it. Each line of WORDS has a pattern, and what to write instead.
 """

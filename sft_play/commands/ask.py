@@ -28,7 +28,7 @@ from sft_play.masking import mask_secrets
 from sft_play.progress import log_to_stderr
 from sft_play.runs.files import write_json
 
-# Started anywhere: next to a notebook the project may not be the current folder
+# Started anywhere: for a notebook the project may not be the current folder
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])

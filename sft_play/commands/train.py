@@ -349,7 +349,7 @@ def setup_accelerate(call: Call) -> list[str]:
 
 
 def start_tensorboard(call: Call, logdir: Path) -> str:
-    """Start TensorBoard next to a run; return the line that says where it is."""
+    """Start TensorBoard with a run; return the line that says where it is."""
     from sft_play.monitor import tensorboard
 
     _, message = tensorboard.start(

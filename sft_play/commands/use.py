@@ -156,7 +156,7 @@ def used_alone(run: RunFolder) -> AbstractContextManager[None]:
 
 
 def compares(call: Call, run: RunFolder) -> bool:
-    """Return whether COMPARE asks for the base next to the trained model.
+    """Return whether COMPARE asks for the base in addition to the trained model.
 
     Raises: ConfigError if a folder names no base.
     """

@@ -70,7 +70,7 @@ DEFAULT_LIVE = 1_000_000_000
 
 
 class Fetching(NamedTuple):
-    """How many weights ZeRO-3 may hold whole next to those of the layer that computes."""
+    """How many weights ZeRO-3 may hold whole in addition to those of the layer that computes."""
 
     ahead: int  # fetched before they are needed
     reuse: int  # kept where they are needed again within as many others
@@ -241,7 +241,7 @@ def _value_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
         if value not in (None, AUTO) and not isinstance(value, bool):
             yield Problem(key, f'={word(value)} is not valid; write true, false or "auto"')
     if value_at(raw, "fp16.enabled") is True and precision(raw) == "bf16":
-        yield Problem("fp16.enabled", "=true next to bf16.enabled=true; keep one of them")
+        yield Problem("fp16.enabled", "=true together with bf16.enabled=true; keep one of them")
 
 
 def _type_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
@@ -293,7 +293,7 @@ def _offload_problems(raw: DeepSpeedJson, section: str, lowest_stage: int) -> It
             "raise it, or write none",
         )
     elif device == "nvme" and not value_at(raw, f"{section}.nvme_path"):
-        yield Problem(key, '=nvme needs a folder; write "nvme_path" next to it')
+        yield Problem(key, '=nvme needs a folder; write "nvme_path" too')
 
 
 def _old_switch_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
@@ -308,7 +308,9 @@ def _old_switch_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
         if not isinstance(value, bool | None):
             yield Problem(key, f"={word(value)} is not valid; write true or false")
         elif value and value_at(raw, successor) is not None:
-            yield Problem(key, f"=true next to {successor}; keep {successor.rpartition('.')[2]}")
+            yield Problem(
+                key, f"=true together with {successor}; keep {successor.rpartition('.')[2]}"
+            )
         elif value and stage < lowest_stage:
             yield Problem(
                 key,

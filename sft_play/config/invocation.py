@@ -63,7 +63,8 @@ class Invocation:
         "1x24GiB.",
     )
     exact: bool = _variable(
-        False, "1: make plan traces the real model, without its weights, next to the closed form."
+        False,
+        "1: make plan traces the real model, without its weights, and compares the closed form.",
     )
 
 

@@ -50,7 +50,7 @@ class Config(Section):
 
     @property
     def trained_tokens(self) -> list[str]:
-        """Tokens whose rows of embedding and head are trained next to adapters."""
+        """Tokens whose rows of embedding and head are trained in addition to adapters."""
         if self.tuning.mode == "full":
             return []
         tokens = [*(self.tuning.lora.trainable_tokens or ()), *(self.model.add_tokens or ())]

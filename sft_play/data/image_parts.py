@@ -149,7 +149,7 @@ def _pair(messages: Sequence[Message], images: Sequence[ImageFile]) -> tuple[Mes
         said = f"{message.reasoning}{message.tool_calls}"
         if message.content.count(IMAGE_MARK) != len(message.images) or IMAGE_MARK in said:
             raise InvalidRowError(
-                "a text next to images holds U+FFFC, which stands for an image here; leave it out"
+                "a text of a row with images holds U+FFFC, which marks an image here; leave it out"
             )
         found = []
         for mark in MARKS.findall(message.content):

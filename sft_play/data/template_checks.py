@@ -286,7 +286,7 @@ def _lost_in_history(template: ChatTemplate, kind: CallKind) -> Notes:
         return ()
     lost = list(_lost_calls(kind, text))
     if kind.has_content and BESIDE not in text:
-        lost.append("words next to them")
+        lost.append("words in the same message")
     if kind.has_reasoning and THOUGHT not in text:
         lost.append("reasoning")
     if any(word not in text for word in RESULTS[: kind.results]):

@@ -63,7 +63,7 @@ def add_images(messages: list[Message], given: Any) -> list[Message]:
 
 
 def parse_turn(record: Json) -> list[Message]:
-    """Return the messages of a turn; several if it has results of tools next to its words.
+    """Return the messages of a turn; several if it has results of tools in addition to words.
 
     Raises InvalidRowError.
     """

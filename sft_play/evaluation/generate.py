@@ -313,7 +313,7 @@ class Room:
 def room_for(
     model: torch.nn.Module, process: Process, beams: int = 1, limit_bytes: int | None = None
 ) -> Room:
-    """Return the room for generation next to what this process holds now.
+    """Return the room for generation in addition to what this process holds now.
 
     `limit_bytes` is what it may hold on its GPU in all; None is all that is free.
     """

@@ -64,7 +64,7 @@ def folder_of_run(
 
 @dataclass(frozen=True)
 class Reopened:
-    """What the opened folder says, next to what the evaluated model said."""
+    """What the opened folder says, compared with what the evaluated model said."""
 
     rows: int  # of the reference: a few of the scored ones
     eval_loss: float  # nats a token, on these rows

@@ -22,7 +22,7 @@ CORPUS_RESAMPLES = 200  # each scores all answers again
 
 
 class Answered(NamedTuple):
-    """A generated answer next to what it should say."""
+    """A generated answer, and what it should say."""
 
     prompt: str
     answer: str

@@ -244,7 +244,7 @@ def _names_in_files(
         if name.endswith(ends[0]) and all(f"{own}{end}" in stored for end in ends):
             return {f"{own}{end}" for end in ends}
     raise ConfigError(
-        f"the files of {source.name} have no {linears[0]}.weight, or not all layers next to it; "
+        f"the files of {source.name} have no {linears[0]}.weight, or not all layers like it; "
         "FORMAT=safetensors exports it"
     )
 

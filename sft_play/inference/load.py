@@ -175,7 +175,7 @@ def with_attention_here(config: Config, process: Process) -> Config:
     if process.device.type == "cuda" and is_half and is_flash_attn_2_available():
         return config
     logger.warning(
-        "model.attn_implementation=%s of the run cannot be used here, if it needs a GPU, the "
+        "model.attn_implementation=%s of the run cannot be used here: it needs a GPU, the "
         "package flash-attn and 16 bits; computing with auto",
         asked,
     )

@@ -310,7 +310,7 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def write_refusal(folder: RunFolder, candidates: list[Candidate], facts: dict[str, Any]) -> None:
-    """Write why a merge is refused; keep the report of the one that merged/ holds next to it."""
+    """Write why a merge is refused; keep the report of the one that merged/ holds, too."""
     path, earlier = folder.path / REPORT, folder.path / EARLIER_REPORT
     try:
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError):

@@ -1,6 +1,6 @@
 """The class that a checkpoint declares, and which part of that class reads text.
 
-A composite model has a language model, which is trained, and towers next to it for images or sound,
+A composite model has a language model, which is trained, and towers for images or sound,
 which are not. Both are found by structure. Imports no code of other rooms.
 """
 

@@ -1,4 +1,4 @@
-"""Pinned host memory, and copies between it and a GPU next to the computation."""
+"""Pinned host memory, and copies between it and a GPU during the computation."""
 
 import weakref
 

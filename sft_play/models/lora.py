@@ -73,7 +73,7 @@ def add_adapters(
 
 
 def trainable_token_ids(config: Config) -> list[int]:
-    """Return the ids of the tokens whose rows are trained next to adapters, in order.
+    """Return the ids of the tokens whose rows are trained in addition to adapters, in order.
 
     Raises: ConfigError for a text that is no single token of the tokenizer.
     """

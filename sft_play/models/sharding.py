@@ -93,7 +93,7 @@ def _divide(
 ) -> None:
     """Divide the weights of a model among the ranks.
 
-    `trains_weights` says that they are trained, and not adapters next to them; `offloads` keeps a
+    `trains_weights` says that they are trained, and not only adapters; `offloads` keeps a
     rank's parts in host memory.
     Raises: ConfigError for a model without layers to divide.
     """
@@ -253,7 +253,7 @@ def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 def move_undivided(model: nn.Module, process: Process) -> None:
     """Move what FSDP does not divide to this rank's device, if it was loaded to the host.
 
-    Those are buffers, and adapters that PEFT has put next to their weights.
+    Those are buffers, and adapters that PEFT has put on their modules.
     """
     for module in model.modules():
         for owned in (module._buffers, module._parameters):
@@ -280,7 +280,7 @@ def is_divided(model: nn.Module) -> bool:
 
 
 def trains_divided(model: nn.Module) -> bool:
-    """Return whether divided weights are trained, and not adapters next to them."""
+    """Return whether divided weights are trained, and not only adapters."""
     return any(isinstance(p, DTensor) and p.requires_grad for p in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Copies of modules whose weights are in full, for their own code to run next to fused code."""
+"""Copies of modules with weights in full, whose own code is compared with fused code."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""`make memory-check`: who holds memory now, and each running run next to its prediction.
+"""`make memory-check`: who holds memory now, and each running run with its prediction.
 
 Asks NVML and psutil, never torch.
 """

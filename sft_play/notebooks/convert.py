@@ -16,7 +16,7 @@ ABOUT_KIND = {
     Kind.VISION: "trains on images: the load, memory and device are converted; try it on a few "
     "rows first, because the vision tower and the language model are split as one",
     Kind.AUDIO: "trains on sound: the load, memory and device are converted; codecs that the "
-    "notebook loads next to the model stay on the GPU that it names",
+    "notebook loads in addition to the model stay on the GPU that it names",
     Kind.REWARDS: "trains by reinforcement learning: generation with vLLM (fast_inference=True) is "
     "not split",
     Kind.PREFERENCES: "trains on preferences: a reference model, if there is one, needs a "

@@ -241,7 +241,7 @@ def _gradient_bytes(step: StepSpec, layout: Layout, is_recomputed: bool) -> int:
 
 
 def _float8_bytes(step: StepSpec, tokens: int) -> int:
-    """Return what the input gradient of the widest float8 linear allocates next to its operands.
+    """Return what the input gradient of the widest float8 linear allocates besides its operands.
 
     On a GPU the output's gradient in 8 bits, the weight transposed, and the product before it is
     added to those that share its input; elsewhere float32 copies of gradient and weight.

@@ -216,7 +216,7 @@ def _other_kind(folder: Path, files: set[str]) -> str | None:
 
 def _adapter(folder: Path) -> str:
     if has_weights(folder):  # to which transformers would add it without a word
-        return f"a model with an adapter next to it; move {ADAPTER} out of the folder"
+        return f"a model with an adapter in the same folder; move {ADAPTER} out of the folder"
     base = read_object(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         return f"an adapter whose {ADAPTER} names no base; set MODEL_NAME to its base"

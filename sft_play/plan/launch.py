@@ -161,7 +161,7 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
             "DS_ACCELERATOR": "cpu",
         }
         if "OMP_WAIT_POLICY" not in environ:
-            # threads that spin while they wait slowed generation 60-fold next to a busy program
+            # threads that spin while they wait slowed generation 60-fold while a program was busy
             defaults["GOMP_SPINCOUNT"] = "20000"
     if ranks.nodes > 1 and (interface := interface_to(ranks.master_addr)):
         # gloo takes the address of the host's name, which on many clusters is a loopback's

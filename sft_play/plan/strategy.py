@@ -303,7 +303,7 @@ def _refuse_devices(
         if device == "cpu":
             if is_cuda:
                 raise ConfigError(
-                    f"{module} would wait on the CPU, where nothing is trained next to GPUs; write "
+                    f"{module} would wait on the CPU, where GPUs train nothing; write "
                     f"GPU numbers below {gpus}, or TRAIN_STRATEGY=fsdp"
                 )
         elif not is_cuda:

@@ -1,4 +1,4 @@
-"""Runs next to each other: scores with their intervals, what differs, and whether it matters.
+"""Runs side by side: scores with their intervals, what differs, and whether it matters.
 
 Every run is compared with the first one, as lines, JSON or a page. Loads no torch.
 """
@@ -57,13 +57,13 @@ class Comparison:
 
     @property
     def titles(self) -> list[str]:
-        """The scores next to the loss that any of the runs has."""
+        """The scores besides the loss that any of the runs has."""
         names = dict.fromkeys(name for run in self.runs for name in run.last_scores)
         return [name for name in names if name != LOSS]
 
 
 def compare(folders: Sequence[RunFolder]) -> Comparison:
-    """Return two or more runs next to each other."""
+    """Return two or more runs side by side."""
     runs = [RunFacts.read(folder) for folder in folders]
     settings = []
     for name in sorted(set(runs[0].values).difference(OF_THE_FOLDER)):

@@ -136,7 +136,7 @@ class RunFacts:
 
     @cached_property
     def metrics(self) -> NewLines:
-        """All lines of metrics.jsonl, and if to read on."""
+        """All lines of metrics.jsonl, and where to read on."""
         new = metrics.read(self.folder.metrics, self.earlier.offset)
         return NewLines(self.earlier.lines + new.lines, new.offset)
 

@@ -51,7 +51,7 @@ class AnswerFile:
                 shown = ", ".join(f"{name}={before.get(name)}" for name in different)
                 raise ConfigError(
                     f"OUT={self.path}: answers of another call are there ({shown}); "
-                    "name another file, or remove it and what it has next to it: "
+                    "name another file, or remove it and its other files: "
                     f"rm -r {self.path}* {self.asked}"
                 )
         elif self.path.exists():

@@ -119,7 +119,7 @@ class RunFolder:
         write_text(self.path / "config.yaml", header + yaml_source.dump(config.model_dump()))
 
     def read_data(self) -> dict[str, Any]:
-        """Return data.json: if the tokenized rows are.
+        """Return data.json: where the tokenized rows are.
 
         Raises: EnvironmentFault when this is no run folder.
         """

@@ -1,6 +1,6 @@
 """A run that is resumed: its settings as the layer below new ones, and which may change.
 
-asked.json has what the user asked of a run before "auto" was resolved, if each value was
+asked.json has what the user asked of a run before "auto" was resolved, where each value was
 written, and how to repeat it. Loads no torch.
 """
 

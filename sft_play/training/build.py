@@ -178,8 +178,8 @@ def build_evaluator(
 ) -> Evaluator:
     """Return the evaluator of a split of `data`, whose rows are shared among the ranks.
 
-    Answers end if those of the saved model will: where the answers of the training rows end, and
-    if the base's own generation does.
+    Answers end where those of the saved model will: where the answers of the training rows end, and
+    where the base's own generation does.
     """
     plan = context.plan
     is_divided = plan.zero_stage == 3 or plan.is_fsdp or plan.is_expert_parallel

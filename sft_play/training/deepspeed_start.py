@@ -67,7 +67,7 @@ def _build_folder() -> Path:
         return Path(cpp_extension._get_build_directory(CPU_ADAM, verbose=False))
     except OSError as error:
         raise EnvironmentFault(
-            f"{error.strerror}: {error.filename}, if DeepSpeed keeps what it compiles; set "
+            f"{error.strerror}: {error.filename}, where DeepSpeed keeps what it compiles; set "
             "TORCH_EXTENSIONS_DIR to a folder that can be written"
         ) from error
 

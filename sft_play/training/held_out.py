@@ -207,7 +207,7 @@ def fact_line(report: RunReport) -> str:
 
 def _sample_lines(before: SampleAnswer, after: str) -> list[str]:
     prompt = " ".join(before.prompt.split())
-    if len(prompt) > WIDTH:  # keep the end, if the question is
+    if len(prompt) > WIDTH:  # keep the end, where the question is
         prompt = f"...{prompt[3 - WIDTH :]}"
     return [
         f"prompt   {prompt}",

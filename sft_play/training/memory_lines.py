@@ -16,7 +16,7 @@ from sft_play.runs.report import RankMemory, RunReport
 def rank_memory(
     rank: int, device: "torch.device", before_bytes: int, peak_bytes: int
 ) -> RankMemory:
-    """Return a rank's peaks next to what its GPU, or this host, has."""
+    """Return a rank's peaks and what its GPU, or this host, has."""
     if device.type == "cuda":
         import torch
 

@@ -254,7 +254,7 @@ class Observers:
         self.metrics_file.stop()
 
     def close(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
-        """Show the settings next to the last scores, and end the trackers."""
+        """Show the settings with the last scores, and end the trackers."""
         if scores:
             self.trackers.note_scores(settings, scores)
         self.trackers.close()

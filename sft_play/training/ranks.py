@@ -42,7 +42,7 @@ WATCH_KEY = "sft_play/watch"
 TICK_SECONDS = 1.0
 GONE_SECONDS = 4.0  # in which a rank that failed is heard of by the failure broadcast
 SLOW_STEPS = 20.0  # times the slowest step so far is no step any more
-SHOW_STACKS = signal.SIGUSR2  # a rank that gets it writes if each of its threads is
+SHOW_STACKS = signal.SIGUSR2  # a rank that gets it writes where each of its threads is
 
 
 class FailureBroadcast:
@@ -239,7 +239,7 @@ class RankWatch(Observer):
         return None
 
     def _show_stacks(self) -> None:
-        """Write if each rank of this machine is; one that is stopped has to continue for that."""
+        """Write where each rank of this machine is; a stopped one must continue for that."""
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         for peer in self.peers:
             if peer.process.is_alive():

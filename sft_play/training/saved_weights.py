@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 # auto opens what takes seconds: a GPU reads some GB a second, a CPU computes the rows slowly
 MOST_BYTES = {"cuda": 40e9, "cpu": 0.5e9}
-ROOM = 1.3  # times the weights, on the GPU next to the trained model
+ROOM = 1.3  # times the weights, on the GPU in addition to the trained model
 
 
 def save_weights(
@@ -76,7 +76,7 @@ def check_and_describe(
     trained: Mapping[str, Tensor] | None,
     is_complete: bool,
 ) -> None:
-    """Read the saved weights back, and write what others need to know of them next to them."""
+    """Read the saved weights back, and write there what others need to know of them."""
     mode = context.config.tuning.mode
     name, left_out = "the saved weights are finite and equal those in memory", None
     if trained is None:

@@ -1,7 +1,7 @@
 """Which weights of a model become float8, and `from_pretrained` that quantizes them as it reads.
 
-transformers reads one tensor after the other to its device and quantizes it there, so next to the
-float8 model no more than one weight is there in 16 bits.
+transformers reads one tensor after the other to its device and quantizes it there. So the GPU
+holds the float8 model, and one weight in 16 bits.
 """
 
 import contextlib
