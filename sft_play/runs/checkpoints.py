@@ -98,7 +98,8 @@ def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"train.resume_from={path}: no such folder; `make runs` lists the runs"
+            f"train.resume_from={path}: no such folder; RESUME and TRAIN_RESUME_FROM name that of "
+            "a run (`make runs` lists them) or of a checkpoint"
         )
     is_named = step_of(path) is not None
     if is_named or seal.is_sealed(path) or (path / TRAINER_STATE).exists():
