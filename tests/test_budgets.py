@@ -41,16 +41,16 @@ TOKENS = {
     "data": 69_230,
     "evaluation": 13_090,
     "inference": 18_900,
-    "models": 113_710,
+    "models": 113_720,
     "monitor": 7_890,
     "notebooks": 13_700,
     "plan": 48_680,
     "reporting": 10_790,
     "runs": 15_100,
-    "training": 46_620,
+    "training": 46_740,
 }
 FILES = 350
-FUNCTIONS = 4_036
+FUNCTIONS = 4_037
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

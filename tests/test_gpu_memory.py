@@ -20,6 +20,7 @@ from sft_play.plan import launch
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
+from sft_play.runs.resumed import AskedRun
 from sft_play.training.memory import MemoryMeter, components
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,6 +112,7 @@ def plan(settings_of, tmp_path):
         planned = calls.plan_run(call, loaded, num_gpus > 1, use_deepspeed)
         folder = training.new_run(call, loaded, planned.config)
         planned.write(folder)
+        AskedRun.of(loaded, "make train").write(folder)
         folder.write_report(training.planned_report(folder))
         planned = tokenize_run(folder, planned)
         planned.write(folder)

@@ -39,6 +39,11 @@ SHARED = [
     ),
     pytest.param(
         "train-distributed",
+        {"TRAIN_STRATEGY": "fsdp", "TRAIN_FSDP_OFFLOAD": "true", "TUNING_MODE": "qlora"},
+        id="fsdp-offload-qlora",
+    ),
+    pytest.param(
+        "train-distributed",
         {"TRAIN_STRATEGY": "fsdp", "TUNING_MODE": "full", "TRAIN_LEARNING_RATE": "1e-3"},
         id="fsdp-full",
     ),

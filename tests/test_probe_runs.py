@@ -11,6 +11,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sft_play.errors import EnvironmentFault, ExitClass
+from sft_play.models.architecture import decoder_layers
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.plan.run_plan import read_plan
 from sft_play.plan.step import Layout
 from sft_play.runs.folder import RunFolder
@@ -135,6 +137,19 @@ def test_a_rehearsal_leaves_nothing_behind(trainer):
         modes == [module.training for module in trainer.engine.model.modules()]
         and trainer.engine.accelerator.sync_gradients
     )
+
+
+def test_a_rehearsal_of_a_model_just_loaded_recomputes_its_layers(plan_run, build_loop):
+    loop, _ = build_loop(plan_run({"tuning.mode": "lora"}))
+    loop.engine.prepare(steps=1)
+    checkpoint_layers(loop.engine.model, len(decoder_layers(loop.engine.model)))
+    passes = []
+    layer = decoder_layers(loop.engine.model)[0]
+    layer.register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    with DryRun(loop, steps_optimizer=True) as dry_run:
+        dry_run.is_warm = True
+        dry_run.measure(Layout(1, 1, 1, 64))
+    assert len(passes) == 2, "once forward, and once more in the backward pass"
 
 
 def test_a_weight_that_changed_is_an_error(trainer):

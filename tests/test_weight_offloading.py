@@ -210,6 +210,7 @@ SETTINGS = {
     "train.eval_strategy": "steps",
     "train.eval_steps": 2,
     "train.gradient_checkpointing": True,
+    "train.probe": True,
     "tuning.lora.dropout": 0.1,
 }
 

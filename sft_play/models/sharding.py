@@ -78,7 +78,10 @@ def dividing_while_loading(
 
 
 def _part_in_host_memory(part: Tensor, divided: DTensor) -> DTensor:
-    """Return what this rank holds of a divided tensor, as one like it whose parts are on hosts."""
+    """Return this rank's part of a divided tensor as a divided tensor whose parts are on hosts.
+
+    `DTensor.from_local` would move the part to the GPU.
+    """
     like = torch.empty_like(divided, device="cpu")
     like.to_local().copy_(part)
     return like
@@ -197,12 +200,16 @@ def divide_quantized(
             if whole is not parameter:
                 module._parameters[name] = nn.Parameter(whole, requires_grad=False)
     _divide(model, process, False, offloads, left_whole=adapters)
-    for (module, name), rows in own_rows.items():
+    while own_rows:  # each is freed once it is copied
+        (module, name), rows = own_rows.popitem()
         divided = module._parameters[name]
-        places = (divided.device_mesh, divided.placements)
-        part = DTensor.from_local(
-            rows, *places, run_check=False, shape=divided.shape, stride=divided.stride()
-        )
+        if offloads:
+            part = _part_in_host_memory(rows, divided)
+        else:
+            places = (divided.device_mesh, divided.placements)
+            part = DTensor.from_local(
+                rows, *places, run_check=False, shape=divided.shape, stride=divided.stride()
+            )
         module._parameters[name] = nn.Parameter(part, requires_grad=False)
     units = units_by_module(model)
     for unit in dict.fromkeys(units[module] for module, _ in packed):

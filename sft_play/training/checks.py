@@ -9,7 +9,7 @@ Legend: T tokens of a text, V vocabulary.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ def check_equal_ranks(model: nn.Module, process: Process, step: int) -> None:
     Experts that a rank has for itself are left out.
     Raises: EnvironmentFault, on every rank, if they differ.
     """
-    own = bit_sums({name: p for name, p in _trained(model).items() if part_of(p) is None})
+    own = bit_sums(pair for pair in _trained(model).items() if part_of(pair[1]) is None)
     sums = process.gather(own)
     for rank, others in enumerate(sums):
         differing = [name for name in own if others[name] != sums[0][name]]
@@ -166,22 +166,22 @@ def check_equal_ranks(model: nn.Module, process: Process, step: int) -> None:
             )
 
 
-def bit_sums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def bit_sums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """Return the sum of each tensor's elements read as integers; one changed bit changes it.
 
     Of tensors that ZeRO-3 or FSDP divides it is the sum of this rank's part. The sums, modulo
     2^64, do not round. Waits for the GPU once.
     """
-    sums: list[Tensor] = []
-    for tensor in tensors.values():
+    sums: dict[str, Tensor] = {}
+    for name, tensor in tensors:
         flat = own_part(getattr(tensor, "ds_tensor", tensor)).detach().reshape(-1)
         parts = flat.view(INTEGER_OF_SIZE[flat.element_size()]).split(SUMMED_AT_ONCE)
-        sums.append(torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum())
+        sums[name] = torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
     if not sums:
         return {}
-    device = sums[0].device  # a placed model is on several
-    numbers = torch.stack([number.to(device) for number in sums]).tolist()
-    return dict(zip(tensors, numbers, strict=True))
+    device = next(iter(sums.values())).device  # a placed model is on several
+    numbers = torch.stack([number.to(device) for number in sums.values()]).tolist()
+    return dict(zip(sums, numbers, strict=True))
 
 
 def _trained(model: nn.Module) -> dict[str, torch.nn.Parameter]:

@@ -13,13 +13,15 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sft_play.data.collate import Batch, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
+from sft_play.models.fast.setup import base_model_of
 from sft_play.models.sharding import is_divided, reshard
+from sft_play.models.weight_offloading import bring_layer_of
 from sft_play.plan.probe_fit import Point
 from sft_play.plan.step import Layout
 from sft_play.training.batches import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
@@ -61,6 +63,7 @@ class DryRun:
             stack.enter_context(_weights_checked(self.engine.model))
             stack.callback(set_generators, read_generators())
             stack.enter_context(_modules_kept(self.model))
+            self.model.train()  # a model that was just loaded is partly in evaluation mode
             stack.callback(self._clear)
             self.stack = stack.pop_all()
         return self
@@ -205,7 +208,19 @@ def _weights_checked(model: nn.Module) -> Iterator[None]:
 
 def digest(model: nn.Module) -> dict[str, int]:
     """Return the sum of the bits of each parameter and buffer."""
-    return bit_sums({**dict(model.named_parameters()), **dict(model.named_buffers())})
+    return bit_sums(_read_in_place(model))
+
+
+def _read_in_place(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of each module by name, while its layer's weights are on the device."""
+    base = base_model_of(model)
+    seen: set[Tensor] = set()  # tied ones count once
+    for prefix, module in model.named_modules():
+        bring_layer_of(module, base)
+        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
+            if tensor is not None and tensor not in seen:
+                seen.add(tensor)
+                yield f"{prefix}.{name}", tensor
 
 
 @contextlib.contextmanager
