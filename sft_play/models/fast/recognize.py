@@ -6,6 +6,7 @@ computes. Weights are not read: this works on the meta device and in a trace too
 the fused module itself, with its weights, on its device.
 """
 
+import contextlib
 import copy
 import inspect
 import itertools
@@ -82,37 +83,48 @@ def with_children(module: nn.Module, children: dict[str, nn.Module]) -> nn.Modul
     return copied
 
 
+@contextlib.contextmanager
+def real_numbers() -> Iterator[None]:
+    """Compute numbers on the CPU, within a trace too, without gradients and without autocast."""
+    with (
+        unset_fake_temporarily(),
+        torch.device("cpu"),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        yield
+
+
 def own_result(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return what the code of a module's class computes, None if it does not fit the arguments."""
-    with unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        try:
-            return type(module).forward(module, *args, **kwargs)
-        except MISFITS:
-            return None
+    try:
+        return type(module).forward(module, *args, **kwargs)
+    except MISFITS:
+        return None
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
-    """Return normal random numbers on the CPU, the same at every call."""
-    with unset_fake_temporarily(), torch.device("cpu"):
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+    """Return normal random numbers, the same at every call."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def agrees(result: Any, expected: Tensor) -> bool:
+def agrees(result: Any, expected: Tensor, rtol: float = 1e-9) -> bool:
     """Return whether a result is a tensor equal to the expected float64 one."""
     if not isinstance(result, Tensor) or result.shape != expected.shape:
         return False
-    with unset_fake_temporarily():
-        return torch.allclose(result.double(), expected, rtol=1e-9, atol=1e-12)
+    return torch.allclose(result.double(), expected, rtol=rtol, atol=1e-12)
 
 
+@real_numbers()
 def gated_mlp_of(module: nn.Module) -> GatedMlp | None:
     """Return the roles of a gated MLP's linears, None if a module is no gated MLP."""
-    linears = {name: child for name, child in module.named_children() if is_linear(child)}
+    linears = [name for name, child in module.named_children() if is_linear(child)]
     if len(linears) not in (2, 3) or module._parameters:
         return None
     for activation in _activations_of(module):
-        for roles in _assignments(linears, activation):
+        for gate, *up, down in itertools.permutations(linears):
+            roles = GatedMlp(gate, up[0] if up else None, down, activation)
             if _computes_gated_mlp(module, roles):
                 return roles
     return None
@@ -127,41 +139,34 @@ def _activations_of(module: nn.Module) -> list[Activation]:
     return [activation for activation in found if activation is not None]
 
 
-def _assignments(linears: dict[str, nn.Module], activation: Activation) -> Iterator[GatedMlp]:
-    """Yield the roles that linears can have by their number."""
-    for names in itertools.permutations(linears):
-        if len(names) == 2:
-            yield GatedMlp(names[0], None, names[1], activation)
-        else:
-            yield GatedMlp(*names, activation)
-
-
 def _computes_gated_mlp(module: nn.Module, roles: GatedMlp) -> bool:
     """Return whether the class's code computes the formula with these roles."""
-    with unset_fake_temporarily():
-        x = numbers(2, 6)
-        gate = x.sin()
-        up = (2 * x).cos()
-        p, _ = sigmoid_argument(gate, roles.activation)
-        expected = (gate * torch.sigmoid(p) * up).tanh()
-    if roles.up is None:
-        stubs = {roles.gate: Stub(lambda x: torch.cat((x.sin(), (2 * x).cos()), dim=-1))}
-    else:
-        stubs = {roles.gate: Stub(torch.sin), roles.up: Stub(lambda x: (2 * x).cos())}
-    stubs[roles.down] = Stub(torch.tanh)
+
+    def both(x: Tensor) -> Tensor:
+        return torch.cat((x.sin(), (2 * x).cos()), dim=-1)
+
+    x = numbers(2, 6)
+    gate, up = both(x).chunk(2, dim=-1)
+    p, _ = sigmoid_argument(gate, roles.activation)
+    expected = (gate * torch.sigmoid(p) * up).tanh()
+    stubs = {roles.gate: Stub(both), roles.down: Stub(torch.tanh)}
+    if roles.up is not None:
+        stubs |= {roles.gate: Stub(torch.sin), roles.up: Stub(lambda x: (2 * x).cos())}
     return agrees(own_result(with_children(module, stubs), x), expected)
 
 
+@real_numbers()
 def norm_kind_of(module: nn.Module) -> NormKind | None:
     """Return how an RMSNorm computes, None if a module is none, or one of another kind."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
-    weight = getattr(module, "weight", None)
-    if names != ["weight"] or module._modules or not _has_epsilon(module):
+    has_epsilon = hasattr(module, "variance_epsilon") or isinstance(
+        getattr(module, "eps", None), float
+    )
+    if names != ["weight"] or module._modules or not has_epsilon:
         return None
-    shape = true_shape(weight)
-    if len(shape) != 1:
-        return None
-    if len(inspect.signature(type(module).forward).parameters) != 2:  # self and the input
+    shape = true_shape(module.weight)
+    arguments = inspect.signature(type(module).forward).parameters
+    if len(shape) != 1 or len(arguments) != 2:  # self and the input
         return None
     copied = copy.copy(module)
     drawn = numbers(*shape, dtype=torch.bfloat16, seed=1)
@@ -171,19 +176,15 @@ def norm_kind_of(module: nn.Module) -> NormKind | None:
     if not isinstance(result, Tensor) or result.dtype != x.dtype or result.shape != x.shape:
         return None
     for kind in NORM_KINDS:
-        with unset_fake_temporarily():
-            expected, *_ = Reference.forward(x, None, drawn, epsilon(module), kind)
-            differing = float(result.ne(expected).double().mean())
-            is_near = torch.allclose(result.float(), expected.float(), rtol=2**-6)
+        expected, *_ = Reference.forward(x, None, drawn, epsilon(module), kind)
+        differing = float(result.ne(expected).double().mean())
+        is_near = torch.allclose(result.float(), expected.float(), rtol=2**-6)
         if is_near and differing <= OTHER_ROUNDING:
             return kind
     return None
 
 
-def _has_epsilon(module: nn.Module) -> bool:
-    return hasattr(module, "variance_epsilon") or isinstance(getattr(module, "eps", None), float)
-
-
+@real_numbers()
 def layer_roles_of(layer: nn.Module, norms: dict[nn.Module, NormKind]) -> LayerRoles | None:
     """Return the roles of a decoder layer's children, None if it adds to the stream otherwise.
 
@@ -201,18 +202,18 @@ def layer_roles_of(layer: nn.Module, norms: dict[nn.Module, NormKind]) -> LayerR
     if len(norm_names) != 2 or len(block_names) != 2 or layer._parameters:
         return None
     numbers_of_layer = [value for value in vars(layer).values() if isinstance(value, float)]
-    pairs = itertools.product(
+    candidates = itertools.product(
         itertools.permutations(norm_names),
         itertools.permutations(block_names),
         # first without: some layers unpack a tuple only if they are given one
         itertools.product((False, True), repeat=2),
+        (1.0, *numbers_of_layer),
     )
-    for (norm1, norm2), (block1, block2), (tuple1, tuple2) in pairs:
-        for multiplier in (1.0, *numbers_of_layer):
-            roles = LayerRoles(norm1, block1, norm2, block2, tuple1, tuple2, multiplier)
-            found = _with_arguments(layer, roles)
-            if found is not None:
-                return found
+    for (norm1, norm2), (block1, block2), (tuple1, tuple2), multiplier in candidates:
+        roles = LayerRoles(norm1, block1, norm2, block2, tuple1, tuple2, multiplier)
+        found = _with_arguments(layer, roles)
+        if found is not None:
+            return found
     return None
 
 
@@ -225,45 +226,36 @@ def _with_arguments(layer: nn.Module, roles: LayerRoles) -> LayerRoles | None:
     def second(x: Tensor) -> Any:
         return (x.tanh(), None) if roles.is_tuple2 else x.tanh()
 
-    block1 = Stub(first)
-    block2 = Stub(second)
-    norm1 = Stub(torch.sin)
-    norm2 = Stub(torch.cos)
-    stubs = {roles.norm1: norm1, roles.norm2: norm2, roles.block1: block1, roles.block2: block2}
-    with unset_fake_temporarily():
-        x = numbers(1, 2, 3)
-        stream = x + roles.multiplier * x.sin().exp()
-        expected = stream + roles.multiplier * stream.cos().tanh()
-    arguments, takes_more = _marked_arguments(layer)
-    if not agrees(own_result(with_children(layer, stubs), x, **arguments), expected):
+    stubs = {
+        roles.norm1: Stub(torch.sin),
+        roles.norm2: Stub(torch.cos),
+        roles.block1: Stub(first),
+        roles.block2: Stub(second),
+    }
+    x = numbers(1, 2, 3)
+    stream = x + roles.multiplier * x.sin().exp()
+    expected = stream + roles.multiplier * stream.cos().tanh()
+    signature = inspect.signature(inspect.unwrap(type(layer).forward))
+    marks: dict[str, object] = {}  # what the layer is called with
+    takes_more = False
+    for name, parameter in list(signature.parameters.items())[2:]:  # after self and the input
+        is_open = parameter.kind is inspect.Parameter.VAR_KEYWORD
+        takes_more |= is_open
+        marks[UNKNOWN_ARGUMENT if is_open else name] = object()
+    if not agrees(own_result(with_children(layer, stubs), x, **marks), expected):
         return None
-    if block2.kwargs or norm1.kwargs or norm2.kwargs:
+    given = stubs.pop(roles.block1).kwargs
+    if any(stub.kwargs for stub in stubs.values()):
         return None
-    marks = {id(mark): name for name, mark in arguments.items()}
-    renamed: dict[str, str] = {}
-    for name, value in block1.kwargs.items():
-        if id(value) not in marks:
-            return None
-        renamed[name] = marks[id(value)]
+    names = {id(mark): name for name, mark in marks.items()}
+    renamed = {name: names.get(id(value)) for name, value in given.items()}
+    if None in renamed.values():
+        return None
     passes_more = takes_more and renamed.pop(UNKNOWN_ARGUMENT, None) is not None
     return replace(roles, arguments=tuple(renamed.items()), passes_more=passes_more)
 
 
 UNKNOWN_ARGUMENT = "cu_seq_lens_q"
-
-
-def _marked_arguments(layer: nn.Module) -> tuple[dict[str, Any], bool]:
-    """Return an object of its own for each argument of a layer, and whether it takes any others."""
-    signature = inspect.signature(inspect.unwrap(type(layer).forward))
-    arguments: dict[str, Any] = {}
-    takes_more = False
-    for name, parameter in list(signature.parameters.items())[2:]:  # after self and the input
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            takes_more = True
-            arguments[UNKNOWN_ARGUMENT] = object()
-        else:
-            arguments[name] = object()
-    return arguments, takes_more
 
 
 def calls_attention_interface(module: nn.Module) -> bool:
@@ -301,9 +293,10 @@ def attention_kind_of(module: nn.Module) -> AttentionKind | None:
     if norms.keys() != {"q_norm", "k_norm"}:
         return None
     heads, key_heads = _numbers_of_heads(module)
-    widths = []
-    for name in ("q_norm", "k_norm"):
-        widths.append(sum(math.prod(true_shape(each)) for each in norms[name].parameters()))
+    widths = [
+        sum(math.prod(true_shape(each)) for each in norms[name].parameters())
+        for name in ("q_norm", "k_norm")
+    ]
     if widths == [module.head_dim, module.head_dim]:
         return AttentionKind(rotary, False)
     if widths == [heads * module.head_dim, key_heads * module.head_dim]:
@@ -311,6 +304,7 @@ def attention_kind_of(module: nn.Module) -> AttentionKind | None:
     return None
 
 
+@real_numbers()
 def rotates(module: nn.Module) -> bool | None:
     """Return whether attention like Llama's rotates queries and keys; None if it is another.
 
@@ -324,20 +318,16 @@ def rotates(module: nn.Module) -> bool | None:
 def _rotates_of_size(module: nn.Module, size: int) -> bool | None:
     """Return what `rotates` does, for queries, keys and values of one size."""
     heads, key_heads = _numbers_of_heads(module)
-    query = numbers(1, ATTENDED, heads * module.head_dim, seed=1)
-    key = numbers(1, ATTENDED, key_heads * module.head_dim, seed=2)
-    value = numbers(1, ATTENDED, key_heads * module.head_dim, seed=3)
-    with unset_fake_temporarily():
-        query, key, value = (size * tensor for tensor in (query, key, value))
-        joined = torch.cat((query, key, value), dim=-1)
-        angles = numbers(1, ATTENDED, module.head_dim // 2, seed=4)
-        angles = torch.cat((angles, angles), dim=-1)
-        positions = (angles.cos(), angles.sin())
+    query = size * numbers(1, ATTENDED, heads * module.head_dim, seed=1)
+    key = size * numbers(1, ATTENDED, key_heads * module.head_dim, seed=2)
+    value = size * numbers(1, ATTENDED, key_heads * module.head_dim, seed=3)
+    angles = numbers(1, ATTENDED, module.head_dim // 2, seed=4).repeat(1, 1, 2)
+    positions = (angles.cos(), angles.sin())
     children = {
         "q_proj": Stub(lambda x: query.clone()),  # OLMo clamps in place
         "k_proj": Stub(lambda x: key.clone()),
         "v_proj": Stub(lambda x: value.clone()),
-        "qkv_proj": Stub(lambda x: joined),
+        "qkv_proj": Stub(lambda x: torch.cat((query, key, value), dim=-1)),
         "o_proj": Stub(lambda x: x),
         "q_norm": Stub(torch.sin),
         "k_norm": Stub(torch.cos),
@@ -346,15 +336,14 @@ def _rotates_of_size(module: nn.Module, size: int) -> bool | None:
     inputs = {"position_embeddings": positions, "attention_mask": None}
     hidden = numbers(1, ATTENDED, 4)
     result = own_result(with_children(module, present), hidden_states=hidden, **inputs)
-    if not isinstance(result, tuple) or not isinstance(result[0], Tensor):
+    if not isinstance(result, tuple):
         return None
+    if "q_norm" in present:
+        query, key = query.sin(), key.cos()
     for has_rotary in (True, False):
-        with unset_fake_temporarily():
-            given = (query.sin(), key.cos(), value) if "q_norm" in present else (query, key, value)
-            expected = _attended(module, given, positions if has_rotary else None)
-            found = result[0].double()
-            if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5):
-                return has_rotary
+        expected = _attended(module, (query, key, value), positions if has_rotary else None)
+        if agrees(result[0], expected, rtol=1e-5):
+            return has_rotary
     return None
 
 

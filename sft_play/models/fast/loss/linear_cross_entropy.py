@@ -22,11 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from sft_play.models.fast.recognize import Stub, numbers, own_result
+from sft_play.models.fast.recognize import Stub, numbers, own_result, real_numbers
 from sft_play.models.sharding import shallow_copy
 
 TOKENS = 2
@@ -65,14 +64,14 @@ class StubOutput:
         return None
 
 
+@real_numbers()
 def head_formula_of(base: PreTrainedModel, head: nn.Module) -> HeadFormula | None:
     """Return how a model's logits follow from its head's scores, None if in no known way.
 
     `head` is the module that computes the scores, or a wrapper around it.
     """
-    with unset_fake_temporarily():
-        hidden = numbers(1, TOKENS, SCORES)
-        scores = hidden * LARGE
+    hidden = numbers(1, TOKENS, SCORES)
+    scores = hidden * LARGE
     output = StubOutput(hidden)
     children: dict[str, nn.Module] = {}
     for name, child in base.named_children():
@@ -85,15 +84,12 @@ def head_formula_of(base: PreTrainedModel, head: nn.Module) -> HeadFormula | Non
     vars(copied)["_modules"] = children
     copied.config = copy.copy(base.config)
     copied.config.dtype = torch.float32  # Unsloth's models round their logits to it
-    with unset_fake_temporarily():
-        ids = torch.zeros(1, TOKENS, dtype=torch.int64, device="cpu")
-    result = own_result(copied, input_ids=ids)
+    result = own_result(copied, input_ids=torch.zeros(1, TOKENS, dtype=torch.int64))
     logits = getattr(result, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape != scores.shape:
         return None
     softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
-    with unset_fake_temporarily():
-        return _fitting(scores, logits.double(), softcap)
+    return _fitting(scores, logits.double(), softcap)
 
 
 class DecoderStub(nn.Module):
