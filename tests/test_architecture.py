@@ -121,7 +121,7 @@ READ_THE_ENVIRONMENT = {
     "config/loader.py",
     "evaluation/opener.py",  # what it forks leaves out those of a launcher
     "inference/load.py",  # sets what torch reads when it first allocates on a GPU
-    "models/as_read.py",  # sets what transformers reads while it loads
+    "models/stored_weights.py",  # sets what transformers reads while it loads
     "training/runtime.py",
     "training/peers.py",
 }

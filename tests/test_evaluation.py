@@ -29,8 +29,7 @@ from sft_play.evaluation.generate import Answer, Generator, Room, split_batches,
 from sft_play.evaluation.measured import answers_within, loss_seconds
 from sft_play.evaluation.rouge import UnicodeTokenizer
 from sft_play.evaluation.scores import rouge
-from sft_play.models.fast.loss.head import fuse_loss
-from sft_play.models.losses import summed_nll
+from sft_play.models.fast.loss.head import fuse_loss, summed_nll
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
 from sft_play.progress import Stage

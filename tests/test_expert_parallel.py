@@ -24,8 +24,8 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of, published_state
 from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.fast.loss.head import summed_nll
 from sft_play.models.load import WeightPlaces, load_model
-from sft_play.models.losses import summed_nll
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 

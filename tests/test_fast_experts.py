@@ -16,10 +16,10 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from sft_play.models import mxfp4
+from sft_play.models.experts import find_experts, inner_name, is_experts, unwrap
 from sft_play.models.fast.experts import function as experts_function
 from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts import install as experts_module
-from sft_play.models.fast.experts.find import find_experts, inner_name, is_experts, unwrap
 from sft_play.models.fast.experts.function import ClampedGlu, FusedGlu, OwnGate
 from sft_play.models.fast.experts.install import bind_gate, experts_forward, why_experts_not_fusable
 from sft_play.models.fast.linears.four_bit import unpack

@@ -14,11 +14,10 @@ from torch.nn.utils import parametrize
 from sft_play.config.schema import Config
 from sft_play.models import mxfp4
 from sft_play.models.bnb import unpack_with_adapter
-from sft_play.models.experts import expert_weights
+from sft_play.models.experts import expert_weights, find_experts, unwrap
 from sft_play.models.fast.capture import Call
 from sft_play.models.fast.differences import relative_error
 from sft_play.models.fast.experts import function, install, part
-from sft_play.models.fast.experts.find import find_experts, unwrap
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.proof import Part, Trial, own_code
 from sft_play.process import Process

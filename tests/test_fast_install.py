@@ -32,7 +32,7 @@ from sft_play.models.architecture import decoder_of
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.attention.install import counts_tokens, reads_rows
 from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
-from sft_play.models.losses import summed_nll
+from sft_play.models.fast.loss.head import summed_nll
 from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.process import Process
 from sft_play.training.isolation import measure_cross_document

@@ -17,14 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 from sft_play.data.collate import labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.loss import linear_cross_entropy
-from sft_play.models.fast.loss.head import fuse_loss, fused_nll, why_loss_not_fusable
+from sft_play.models.fast.loss.head import fuse_loss, fused_nll, summed_nll, why_loss_not_fusable
 from sft_play.models.fast.loss.linear_cross_entropy import (
     HeadFormula,
     chunk_tokens,
     fused_linear_cross_entropy,
     nll_and_gradient_,
 )
-from sft_play.models.losses import summed_nll
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS, HIDDEN, VOCABULARY = 300, 24, 97

@@ -19,7 +19,6 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import documents as by_document
 from sft_play.models.fast.capture import LENGTHS
 from sft_play.models.fast.documents import UNMASKED, DocumentBatch, Documents
-from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import install as mixer_install
 from sft_play.models.fast.mixers import kernels as mixer_kernels
 from sft_play.models.fast.mixers.install import (
@@ -28,7 +27,8 @@ from sft_play.models.fast.mixers.install import (
     install_mixers,
     likely_mixers,
 )
-from sft_play.models.fast.norms.rms import epsilon
+from sft_play.models.fast.norms import install as norms_install
+from sft_play.models.fast.norms.residual import epsilon
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_fused
 from sft_play.process import Process
 
@@ -156,9 +156,9 @@ GATED_NORMS = {
 @pytest.fixture
 def norm_formulas(monkeypatch):
     """Let the formulas of gated norms stand for their kernels, which need a GPU."""
-    monkeypatch.setattr(gated_norms, "uses_fla", lambda tensor: True)
+    monkeypatch.setattr(norms_install, "uses_fla", lambda tensor: True)
     for name, formula in GATED_NORMS.items():
-        monkeypatch.setattr(gated_norms, name, formula)
+        monkeypatch.setattr(norms_install, name, formula)
 
 
 @pytest.mark.parametrize(
@@ -171,15 +171,15 @@ def test_a_gated_norm_gets_the_kernel_that_computes_it(model_type, kernel, norm_
     install(model)
     fused = [module for module in model.modules() if "gated_norm" in vars(module)]
     assert {module.gated_norm for module in fused} == {GATED_NORMS[kernel]}
-    assert all(is_fused(module, gated_norms.gated_norm_forward) for module in fused)
+    assert all(is_fused(module, norms_install.gated_norm_forward) for module in fused)
     assert gap(alone, packed_step(model)).is_rounding
 
 
 def test_a_gated_norm_that_no_kernel_computes_keeps_its_code(norm_formulas, monkeypatch):
-    monkeypatch.setattr(gated_norms, "norm_then_silu", GATED_NORMS["silu_then_norm"])
+    monkeypatch.setattr(norms_install, "norm_then_silu", GATED_NORMS["silu_then_norm"])
     model = lora_model("qwen3_5")
     install(model)
-    norms = gated_norms.gated_norms(model.get_base_model().get_decoder())
+    norms = norms_install.gated_norms(model.get_base_model().get_decoder())
     assert norms and not any("forward" in vars(module) for module in norms)
 
 

@@ -7,8 +7,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from sft_play.models.fast.norms import residual
-from sft_play.models.fast.norms.residual import add_norm
-from sft_play.models.fast.norms.rms import GEMMA, LLAMA
+from sft_play.models.fast.norms.residual import GEMMA, LLAMA, add_norm
 
 KINDS = {"llama": (LlamaRMSNorm, LLAMA), "gemma": (GemmaRMSNorm, GEMMA)}
 FEATURES = 40  # not a power of two

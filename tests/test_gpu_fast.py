@@ -10,10 +10,8 @@ from test_fast_install import INPUTS, MODELS, batches, plain_model, settings
 
 from sft_play.data.collate import labelled
 from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
-from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
-from sft_play.models.fast.norms.residual import Reference
-from sft_play.models.fast.norms.rms import GEMMA, LLAMA
-from sft_play.models.losses import summed_nll
+from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
+from sft_play.models.fast.norms.residual import GEMMA, LLAMA, Reference
 from sft_play.process import Process
 
 pytestmark = pytest.mark.gpu

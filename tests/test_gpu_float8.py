@@ -135,8 +135,9 @@ def test_the_mlps_kernels_quantize_what_their_references_do(activation, features
 
 @pytest.mark.parametrize("features", [100, 4096, 8192])
 def test_a_norm_quantizes_what_it_computes(features):
-    from sft_play.models.fast.norms import residual_kernels
     from sft_play.models.fast.norms.rms import LLAMA
+
+    from sft_play.models.fast.norms import residual_kernels
 
     x, stream = (numbers(33, features) for _ in range(2))
     weight = torch.rand(features, device=GPU, dtype=torch.bfloat16)

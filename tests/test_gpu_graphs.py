@@ -13,8 +13,11 @@ from test_gpu_fast import loss_of, make, on_gpu
 from test_gpu_stops import losses_of
 
 from sft_play.data import packing
-from sft_play.models.fast.graphs.decoder import GraphedDecoder
-from sft_play.models.fast.graphs.recording import accumulators_for_recordings, record_on_gpu
+from sft_play.models.fast.graphs.decoder import (
+    GraphedDecoder,
+    accumulators_for_recordings,
+    record_on_gpu,
+)
 from sft_play.runs.folder import RunFolder
 from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS
 

@@ -7,7 +7,7 @@ import torch
 from bitsandbytes.functional import quantize_4bit
 from marks import long
 
-from sft_play.models.fast.norms.rms import GEMMA, LLAMA
+from sft_play.models.fast.norms.residual import GEMMA, LLAMA
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
 

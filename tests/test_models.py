@@ -16,8 +16,8 @@ from sft_play.config.schema import Config
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenizer import load_tokenizer
+from sft_play.models.fast.loss.head import labelled_tokens_of_rows, nll_of_rows, summed_nll
 from sft_play.models.load import load_base, load_model, weight_dtype
-from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows, summed_nll
 from sft_play.models.parameters import count_parameters
 from sft_play.process import Process
 

@@ -18,9 +18,8 @@ from traced_steps import build_on_meta
 from sft_play.config.schema import Config
 from sft_play.models import bnb, lora
 from sft_play.models.architecture import towers_of
-from sft_play.models.experts import expert_weights, packed_weight, routing_linears
+from sft_play.models.experts import expert_weights, find_experts, packed_weight, routing_linears
 from sft_play.models.fast.capture import kinds_of
-from sft_play.models.fast.experts.find import find_experts
 from sft_play.models.load import load_base
 from sft_play.models.merging import Merge, quantized_names
 from sft_play.models.parameters import PackedWeights, count_parameters, packed_weights

@@ -13,7 +13,7 @@ from sft_play.models import fake_kernels
 from sft_play.models.fast.attention import forward
 from sft_play.models.fast.linears import glu
 from sft_play.models.fast.norms import residual
-from sft_play.models.fast.norms.rms import LLAMA
+from sft_play.models.fast.norms.residual import LLAMA
 
 
 def kept_and_made(

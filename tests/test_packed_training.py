@@ -30,7 +30,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample
 from sft_play.errors import ConfigError
 from sft_play.models import bnb
-from sft_play.models.losses import summed_nll
+from sft_play.models.fast.loss.head import summed_nll
 from sft_play.plan.step import Layout
 from sft_play.process import Process
 from sft_play.training import runtime

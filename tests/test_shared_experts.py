@@ -15,9 +15,8 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import lora
 from sft_play.models.adapter_state import as_kept, as_published, load_published, published_state
-from sft_play.models.experts import expert_weights
+from sft_play.models.experts import expert_weights, find_experts
 from sft_play.models.fast.experts import function as experts_function
-from sft_play.models.fast.experts.find import find_experts
 from sft_play.models.fast.experts.install import bind_gate, experts_forward, why_experts_not_fusable
 from sft_play.models.parameters import count_parameters
 from sft_play.process import Process

@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ExitClass
-from sft_play.models.losses import summed_nll
+from sft_play.models.fast.loss.head import summed_nll
 from sft_play.runs import metrics
 from sft_play.training.trackers import HPARAMS
 

@@ -18,9 +18,8 @@ from sft_play.models.architecture import decoder_layers
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of
-from sft_play.models.host_memory import CopyStream
 from sft_play.models.load import WeightPlaces, load_model
-from sft_play.models.weight_offloading import ATTRIBUTE, chosen_layers
+from sft_play.models.weight_offloading import ATTRIBUTE, CopyStream, chosen_layers
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder

@@ -44,8 +44,12 @@ from sft_play.evaluation.scores import (
 )
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT
-from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
-from sft_play.models.losses import labelled_tokens_of_rows, nll_of_rows
+from sft_play.models.fast.loss.head import (
+    fused_nll,
+    is_loss_fused,
+    labelled_tokens_of_rows,
+    nll_of_rows,
+)
 from sft_play.models.sharding import resharding
 from sft_play.process import Process
 from sft_play.progress import Stage, watched

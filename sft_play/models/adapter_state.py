@@ -19,7 +19,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, distributed, nn
 
 from sft_play.errors import first_line
-from sft_play.models.shared_experts import SharedParamWrapper
+from sft_play.models.experts import SharedParamWrapper
 
 ADAPTER = "default"  # PEFT's name of the one adapter
 

@@ -46,7 +46,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sft_play.models.architecture import decoder_layers, towers_of
 from sft_play.models.fast.linears.tiles import set_tiled
 from sft_play.models.fast.setup import base_model_of
-from sft_play.models.host_memory import CopyStream, pin
+from sft_play.models.weight_offloading import CopyStream, pin
 
 logger = logging.getLogger(__name__)
 

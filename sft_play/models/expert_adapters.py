@@ -43,8 +43,8 @@ from sft_play.models.experts import (
     routing_linears,
     source_of,
     tower_linears,
+    wrap_shared,
 )
-from sft_play.models.shared_experts import wrap_shared
 from sft_play.plan.structure import FUSED, with_fused
 
 logger = logging.getLogger(__name__)

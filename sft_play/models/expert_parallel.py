@@ -44,9 +44,13 @@ from transformers import PreTrainedModel
 
 from sft_play.errors import ConfigError
 from sft_play.models.adapter_state import ADAPTER, ExpertPart, part_of
-from sft_play.models.experts import expert_weights, packed_weight
-from sft_play.models.fast.experts.find import find_experts, unwrap
-from sft_play.models.shared_experts import SharedParamWrapper
+from sft_play.models.experts import (
+    SharedParamWrapper,
+    expert_weights,
+    find_experts,
+    packed_weight,
+    unwrap,
+)
 from sft_play.plan.strategy import refuse_remainder
 from sft_play.process import Process
 

@@ -3,6 +3,12 @@
 Recognized by shape, not by the name of a model. transformers stores the experts of a layer in 3-D
 parameters of one module, (experts, out, in), or (experts, in, out) if `is_transposed`. Older
 layouts keep a list of modules, one an expert, whose linear layers are like any other.
+
+`find_experts` returns modules in the form of transformers' `use_experts_implementation`, which
+leaves flags on a module that say how its matrices lie in memory. PEFT wraps such a module once for
+each adapted parameter; the outermost wrapper gets the fused forward method.
+
+Legend: E experts, r rank, `in` and `out` features.
 """
 
 import functools
@@ -10,13 +16,18 @@ import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from sft_play.errors import ConfigError
 from sft_play.models.architecture import text_modules, towers_of
 
 # Argument of transformers' models that compute a load-balancing loss
@@ -207,3 +218,105 @@ def true_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 def computes_balance(model: nn.Module) -> bool:
     """Return whether a model without adapters computes a loss that balances its experts."""
     return BALANCE in inspect.signature(type(model).forward).parameters
+
+
+FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def find_experts(model: nn.Module) -> list[nn.Module]:
+    """Return a model's modules of experts: the outermost wrapper if PEFT has wrapped one."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():  # a wrapper comes before what it wraps
+        if module in inside:
+            continue
+        wrappers, experts = unwrap(module)
+        if is_experts(experts):
+            found.append(module)
+            inside.update(wrappers, [experts])
+    return found
+
+
+def unwrap(module: nn.Module) -> tuple[list[ParamWrapper], nn.Module]:
+    """Return PEFT's wrappers around a module, outermost first, and the module."""
+    wrappers: list[ParamWrapper] = []
+    while isinstance(module, ParamWrapper):
+        wrappers.append(module)
+        module = module.base_layer
+    return wrappers, module
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module holds experts in transformers' form."""
+    if not all(hasattr(module, flag) for flag in FLAGS):
+        return False
+    weights = (weight_of(module, inner_name(module)), weight_of(module, "down_proj"))
+    return all(weight is not None and len(true_shape(weight)) == 3 for weight in weights)
+
+
+def inner_name(experts: nn.Module) -> str:
+    """Return the name of the parameter that reads the hidden states."""
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def weight_of(experts: nn.Module, name: str) -> nn.Parameter | None:
+    """Return a parameter as it is stored, packed if it is in 4 bits (`models.experts`)."""
+    if name in experts._parameters:
+        return experts._parameters[name]
+    return packed_weight(experts, name)
+
+
+class SharedParamWrapper(ParamWrapper):
+    """One adapter for all experts of a layer, W_e + s B A: lora_A (r, in) and lora_B (out, r).
+
+    PEFT publishes the factors of each expert: lora_A (E r, in), the ranks of an expert one after
+    another, and lora_B (out, r E), the experts of a rank one after another. So a shared adapter is
+    published with the same factors for every expert.
+    """
+
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        sizes = super()._get_in_out_features(module)
+        self.experts = self.num_experts
+        self.num_experts = 1
+        return sizes
+
+    def get_delta_weight(self, adapter_name: str, *args: Any, **options: Any) -> Tensor:
+        """Return what is added to the matrix of each expert, as the parameter has it."""
+        delta = super().get_delta_weight(adapter_name, *args, **options)  # (out, in)
+        return delta if self._did_swap_in_out_features else delta.T
+
+    def for_every_expert(self, factor: str, shared: Tensor) -> Tensor:
+        """Return lora_A or lora_B, or what has its shape, as PEFT's layout has it; on the host."""
+        if factor == "lora_A":
+            return shared.cpu().repeat(self.experts, 1)
+        return shared.cpu().repeat_interleave(self.experts, dim=1)
+
+    def for_all_experts(self, factor: str, published: Tensor) -> Tensor:
+        """Return the one factor of which `for_every_expert` made PEFT's layout.
+
+        Raises: ConfigError if the experts' factors differ.
+        """
+        experts = self.experts
+        if factor == "lora_A":
+            by_expert = published.unflatten(0, (experts, -1))
+        else:
+            by_expert = published.unflatten(1, (-1, experts)).movedim(-1, 0)
+        if not torch.equal(by_expert, by_expert[:1].expand_as(by_expert)):
+            raise ConfigError(
+                f"tuning.lora.experts=shared: the adapter has another {factor} of "
+                f"{self.parameter_name} for each expert; set TUNING_LORA_EXPERTS=per_expert"
+            )
+        return by_expert[0]
+
+
+def wrap_shared(model: PeftModel, adapter: str, weight: ExpertWeight) -> None:
+    """Wrap a parameter of experts, which may be wrapped already, with one adapter for all."""
+    tuner = model.base_model
+    config = model.peft_config[adapter]
+    parent_name, _, child_name = weight.module_name.rpartition(".")
+    parent = tuner.model.get_submodule(parent_name)
+    child = getattr(parent, child_name)
+    wrapper = SharedParamWrapper(
+        child, adapter, weight.parameter_name, config, r=config.r, lora_alpha=config.lora_alpha
+    )
+    tuner._replace_module(parent, child_name, wrapper, child)

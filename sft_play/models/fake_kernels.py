@@ -29,9 +29,9 @@ from sft_play.models.fast.linears import glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.loss import head as loss_head
 from sft_play.models.fast.loss import linear_cross_entropy
-from sft_play.models.fast.mixers import gated_norms
 from sft_play.models.fast.mixers import kernels as mixer_kernels
-from sft_play.models.fast.norms import residual, rms
+from sft_play.models.fast.norms import install as norms_install
+from sft_play.models.fast.norms import residual
 from sft_play.models.fast.setup import Gradients
 from sft_play.models.float8 import linear as float8_linear
 from sft_play.models.float8.format import FLOAT8, Quantized
@@ -129,7 +129,7 @@ class FakeRmsNorm(torch.autograd.Function):
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float, kind: Any) -> Tensor:
-    """`norms.rms.normalize`."""
+    """`norms.residual.normalize`."""
     return FakeRmsNorm.apply(x, weight, kind.in_place)
 
 
@@ -315,8 +315,7 @@ GPU_KERNELS: dict[Any, dict[str, Any]] = {
     experts_function: {"sum_choices": sum_choices},
     experts_function.FusedGlu: GATE,
     experts_function.ClampedGlu: GATE,
-    rms: {"normalize": normalize},
-    residual: {"_kernels": lambda x: FakeResidualKernels},
+    residual: {"_kernels": lambda x: FakeResidualKernels, "normalize": normalize},
     linear_cross_entropy: {"nll_and_gradient_": nll_and_gradient_},
     mixer_kernels: {
         "uses_fla": linear_attention.will_use_fla,
@@ -324,7 +323,7 @@ GPU_KERNELS: dict[Any, dict[str, Any]] = {
         "fla_delta_rule": fake_mixer_kernels.fla_delta_rule,
         "fla_linear_attention": fake_mixer_kernels.fla_linear_attention,
     },
-    gated_norms: {
+    norms_install: {
         "uses_fla": linear_attention.will_use_fla,
         "norm_then_silu": fake_mixer_kernels.gated_norm,
     },

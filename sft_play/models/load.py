@@ -27,7 +27,6 @@ from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, expert_parallel, lora, placement, sharding, weight_offloading
 from sft_play.models.added_tokens import reading_grown
 from sft_play.models.architecture import auto_class_of, drop_towers, empty_twin, towers_of
-from sft_play.models.as_read import one_tensor_at_a_time
 from sft_play.models.base_files import (
     growth_of_base,
     reading_stored,
@@ -50,6 +49,7 @@ from sft_play.models.float8.loading import (
 from sft_play.models.images import keep_towers_in_their_type
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.positions import keep_angles_exact, refuse_longer_rows, with_stretched_rope
+from sft_play.models.stored_weights import one_tensor_at_a_time
 from sft_play.plan.base_model import require_base
 from sft_play.plan.stored_as import StoredAs, keeps_mxfp4
 from sft_play.process import Process

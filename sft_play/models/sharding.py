@@ -39,7 +39,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import towers_of
-from sft_play.models.as_read import changing_weights
+from sft_play.models.stored_weights import changing_weights
 from sft_play.process import Process
 
 MIN_BYTES = 1024  # of a weight worth more than the constants of each tensor

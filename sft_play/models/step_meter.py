@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import fused_kernels_of
-from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
-from sft_play.models.losses import summed_nll
+from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
 from sft_play.models.parameters import adapter_parameters, base_tensors
 from sft_play.plan.ranks import precision
 from sft_play.plan.traced import TracedSize

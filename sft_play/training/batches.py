@@ -12,9 +12,8 @@ from sft_play.data.collate import WEIGHTS, Batch, RowPart, TokenSequence, labell
 from sft_play.models.experts import BALANCE
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT
-from sft_play.models.fast.loss.head import fused_nll, is_loss_fused
+from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
 from sft_play.models.images import trained_tower_weights
-from sft_play.models.losses import summed_nll
 from sft_play.training.experts import RouterLoss
 
 # Keys of a micro-batch that are not inputs of the model; N labeled tokens

@@ -18,9 +18,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sft_play.models.architecture import decoder_of
-from sft_play.models.experts import true_shape
+from sft_play.models.experts import find_experts, true_shape
 from sft_play.models.fast.documents import Documents
-from sft_play.models.fast.experts.find import find_experts
 from sft_play.models.sharding import device_of
 from sft_play.process import Process
 

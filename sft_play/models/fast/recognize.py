@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from sft_play.models.experts import true_shape
 from sft_play.models.fast.attention.reference import attend_rows, rotate_reference
 from sft_play.models.fast.linears.activations import Activation, activation_of, sigmoid_argument
-from sft_play.models.fast.norms.residual import LayerRoles, Reference
-from sft_play.models.fast.norms.rms import NormKind, epsilon
+from sft_play.models.fast.norms.residual import LayerRoles, NormKind, Reference, epsilon
 from sft_play.models.sharding import shallow_copy
 
 # What a class's own code may raise when it is called on children that it does not expect

@@ -10,8 +10,14 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sft_play.models.experts import true_shape
-from sft_play.models.fast.experts.find import find_experts, inner_name, unwrap, weight_of
+from sft_play.models.experts import (
+    SharedParamWrapper,
+    find_experts,
+    inner_name,
+    true_shape,
+    unwrap,
+    weight_of,
+)
 from sft_play.models.fast.experts.function import FrozenExperts, LoraExpertsFunction, gate_of
 from sft_play.models.fast.experts.part import few_experts
 from sft_play.models.fast.experts.products import ExpertLinear, sort_by_expert
@@ -23,7 +29,6 @@ from sft_play.models.fast.linears.lora import (
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
 from sft_play.models.partitioned import is_missing
-from sft_play.models.shared_experts import SharedParamWrapper
 from sft_play.plan.fast import ZERO_3
 
 

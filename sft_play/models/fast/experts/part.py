@@ -12,11 +12,16 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.experts import packed_weight, ranks_of_experts, true_shape
-from sft_play.models.fast.experts.find import unwrap, weight_of
+from sft_play.models.experts import (
+    SharedParamWrapper,
+    packed_weight,
+    ranks_of_experts,
+    true_shape,
+    unwrap,
+    weight_of,
+)
 from sft_play.models.fast.linears.four_bit import lines_of, unpack
 from sft_play.models.fast.proof import Call, Part, Taker
-from sft_play.models.shared_experts import SharedParamWrapper
 from sft_play.models.unpacked import make_plain, own_packed
 from sft_play.plan.fast import PROVEN_EXPERTS
 

@@ -23,6 +23,8 @@ Legend: B rows, T tokens of a row, N documents, H hidden features.
 """
 
 import contextlib
+import functools
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,23 +32,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
 from sft_play.config.schema import Config
 from sft_play.models.architecture import decoder_of
-from sft_play.models.fast.experts.find import find_experts
+from sft_play.models.experts import find_experts
 from sft_play.models.fast.graphs.recorded import (
     Computed,
     DecoderCall,
+    Record,
     RecordedPass,
+    Replay,
     Shape,
     StaticGradients,
     StaticHidden,
     common_shape,
     readable_call,
 )
-from sft_play.models.fast.graphs.recording import Record, free_gpu_memory, record_on_gpu
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.setup import base_model_of, is_training
 from sft_play.plan.fast import MOST_RECORDINGS, FastPlan, GraphSetup, without_effect
@@ -252,3 +256,45 @@ def graph_setup(
     """Return what a loaded model says of recording its layers."""
     kernels = fused_kernels_of(model)
     return GraphSetup(config, ranks, FastPlan(kernels.on, kernels.off), offloading)
+
+
+recording_stream = functools.cache(torch.cuda.Stream)  # of all recordings
+
+
+def accumulators_for_recordings(model: nn.Module) -> list[GradientEdge]:
+    """Return the nodes of autograd that accumulate gradients, made on the recording stream.
+
+    A node keeps the stream on which it was made, and no recording may wait for the default stream.
+    Passes of the layers and DDP take the nodes that they find: hold these.
+    """
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    with torch.cuda.stream(recording_stream()):
+        return [get_gradient_edge(each) for each in model.parameters() if each.requires_grad]
+
+
+def free_gpu_memory() -> None:
+    """Free what earlier passes have left, in cycles of Python objects too, before a recording."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def record_on_gpu() -> Record:
+    """Return a function that records kernels; all recordings share one pool of memory.
+
+    They may: between a forward pass and its backward pass no other is replayed.
+    """
+    pool = torch.cuda.graph_pool_handle()
+
+    def record(launch: Callable[[], None]) -> Replay:
+        """Return what launches the same kernels again. Raises: RuntimeError if one cannot be."""
+        graph = torch.cuda.CUDAGraph()
+        # a recording that fails leaves its own stream behind
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            # threads that load data may use the GPU meanwhile
+            torch.cuda.graph(graph, pool, recording_stream(), "thread_local"),
+        ):
+            launch()
+        return graph.replay
+
+    return record

@@ -25,8 +25,9 @@ from sft_play.models.fast.documents import (
     is_unmasked,
     named_documents,
 )
-from sft_play.models.fast.graphs.recording import Record
 
+Replay = Callable[[], None]
+Record = Callable[[Callable[[], None]], Replay]  # what launches the same kernels again
 MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
 MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there
 

@@ -18,8 +18,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_play.models.experts import find_experts
 from sft_play.models.fast.attention.forward import attention_forward
-from sft_play.models.fast.experts.find import find_experts
 from sft_play.models.fast.linears import tiles
 from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.glu import (

@@ -1,4 +1,8 @@
-"""Residual add and RMSNorm in one pass forward and one pass backward (Liger: fused add RMSNorm).
+"""RMSNorm, by itself and with the residual add before it in one pass (Liger: fused add RMSNorm).
+
+    y = x / rms(x) * (offset + weight),  rms(x) = sqrt(mean(x^2) + epsilon)
+
+A norm by itself is Liger's kernel on a GPU. With the residual add:
 
     forward    s = r + x,  n = s / rms(s),  y = n w
     backward   m = dy w,  dr = dx = ds + (m - n mean(m n)) / rms(s)
@@ -20,12 +24,49 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sft_play.models.checkpointing import FORWARD_CHECKPOINTS
-from sft_play.models.fast.norms.rms import NormKind, epsilon
 from sft_play.models.fast.setup import Gradients, is_training
 from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.linear import hand_over, reads_float8, take
 from sft_play.models.float8.quantize import quantize
 from sft_play.models.partitioned import gathered, is_partitioned
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """How an architecture's RMSNorm computes."""
+
+    casting: str  # what is computed in float32: "llama" x / rms(x), "gemma" everything
+    offset: float  # of the weight
+    # Whether the gradient of its input may overwrite the gradient of its output. False if its
+    # output is added to the residual stream: both summands get the same gradient tensor.
+    in_place: bool
+
+
+LLAMA = NormKind("llama", 0.0, in_place=True)
+GEMMA = NormKind("gemma", 1.0, in_place=True)
+
+
+def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
+    """Forward method of an RMSNorm: Liger's in training, its class's own otherwise.
+
+    No gradient is computed for a frozen weight.
+    """
+    if not is_training(self):
+        return type(self).forward(self, hidden_states)
+    return normalize(hidden_states, self.weight, epsilon(self), self.norm_kind)
+
+
+def normalize(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+    """Return y like x, by Liger's kernel."""
+    from liger_kernel.ops import LigerRMSNormFunction  # imports Triton, which needs a GPU
+
+    options = (kind.offset, kind.casting, kind.in_place, None)
+    return LigerRMSNormFunction.apply(x, weight, eps, *options)
+
+
+def epsilon(norm: nn.Module) -> float:
+    """Return the epsilon that a norm adds to the mean square."""
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
 @dataclass(frozen=True)

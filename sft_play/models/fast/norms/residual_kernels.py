@@ -1,11 +1,15 @@
-"""Triton kernels of `residual`, one program per token. Imported only on a GPU."""
+"""Triton kernels of `residual`, one program per token. Imported only on a GPU.
+
+`kind` is a `residual.NormKind`.
+"""
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft_play.models.fast.norms.rms import NormKind
 from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.kernels import (
     empty_rows,
@@ -91,7 +95,7 @@ def forward(
     residual: Tensor | None,
     weight: Tensor,
     eps: float,
-    kind: NormKind,
+    kind: Any,
     in_float8: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Quantized | None]:
     """Return y and s (..., H), 1 / rms(s) (N,) float32, and y in float8 if asked for."""
@@ -120,7 +124,7 @@ def backward(
     s: Tensor,
     weight: Tensor,
     inverse: Tensor,
-    kind: NormKind,
+    kind: Any,
 ) -> Tensor:
     """Return dx (..., H)."""
     dx = torch.empty_like(s)
