@@ -41,7 +41,7 @@ TOKENS = {
     "data": 69_230,
     "evaluation": 13_080,
     "inference": 18_900,
-    "models": 113_260,
+    "models": 112_860,
     "monitor": 7_890,
     "notebooks": 13_700,
     "plan": 48_680,

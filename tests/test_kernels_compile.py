@@ -87,11 +87,10 @@ def mixture(dtype: torch.dtype) -> None:
     experts.sum_choices(values, places, ends, None)
     experts.sum_choices(values, places, ends, torch.zeros(ROWS, CHOICES))
     dh, y, weights = rows(dtype), rows(dtype, 2 * FEATURES), torch.zeros(ROWS)
-    for activation in ("silu", "gelu_tanh"):
-        experts.glu_forward(y, activation, ends)
-        experts.glu_backward(dh, y, weights, activation, ends)
-    experts.clamped_glu_forward(y, 1.702, 7.0, None)
-    experts.clamped_glu_backward(dh, y, weights, 1.702, 7.0, ends)
+    for form in (("silu", 0.0, 0.0), ("gelu_tanh", 0.0, 0.0), ("clamped", 1.702, 7.0)):
+        experts.glu_forward(y, form, ends)
+        experts.glu_forward(y, form, None)
+        experts.glu_backward(dh, y, weights, form, ends)
 
 
 def grouped(dtype: torch.dtype, count: int = 80 * 2 * ROWS) -> None:

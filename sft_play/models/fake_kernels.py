@@ -313,8 +313,7 @@ GPU_KERNELS: dict[Any, dict[str, Any]] = {
     glu: {"glu_forward": glu_forward, "glu_backward": glu_backward},
     mlp: {"glu_forward_float8": glu_forward_float8, "glu_backward_float8": glu_backward_float8},
     experts_function: {"sum_choices": sum_choices},
-    experts_function.FusedGlu: GATE,
-    experts_function.ClampedGlu: GATE,
+    experts_function.Glu: GATE,
     residual: {"_kernels": lambda x: FakeResidualKernels, "normalize": normalize},
     linear_cross_entropy: {"nll_and_gradient_": nll_and_gradient_},
     mixer_kernels: {

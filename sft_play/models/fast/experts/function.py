@@ -45,19 +45,18 @@ from sft_play.models.partitioned import gathered
 GateGradients = tuple[Tensor, Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class FusedGlu:
-    """act(g) u, all features of the gate before those of up."""
+class Glu:
+    """A gated linear unit: `kernels` compute it on a GPU, and a formula in torch elsewhere."""
 
-    activation: Activation
+    form: tuple[str, float, float]  # of `kernels`
 
     def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
         """Return h (S, I) of y (S, F); rows behind the last of `ends` (E,) may be left out."""
         if y.is_cuda:
             from sft_play.models.fast.experts import kernels  # Triton needs a GPU when imported
 
-            return kernels.glu_forward(y, self.activation, ends)
-        return glu_forward(*y.chunk(2, dim=-1), self.activation)
+            return kernels.glu_forward(y, self.form, ends)
+        return self.reference(y)
 
     def backward(
         self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
@@ -69,7 +68,26 @@ class FusedGlu:
         if y.is_cuda:
             from sft_play.models.fast.experts import kernels
 
-            return kernels.glu_backward(dh, y, weights, self.activation, ends)
+            return kernels.glu_backward(dh, y, weights, self.form, ends)
+        return self.reference_gradients(dh, y, weights)
+
+
+@dataclass(frozen=True)
+class FusedGlu(Glu):
+    """act(g) u, all features of the gate before those of up."""
+
+    activation: Activation
+
+    @property
+    def form(self) -> tuple[str, float, float]:
+        return self.activation, 0.0, 0.0
+
+    def reference(self, y: Tensor) -> Tensor:
+        """Return h (S, I) of y (S, 2 I)."""
+        return glu_forward(*y.chunk(2, dim=-1), self.activation)
+
+    def reference_gradients(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
+        """Return what `backward` does."""
         gate, up = y.chunk(2, dim=-1)
         dy = torch.empty_like(y)
         h = torch.empty_like(dh)
@@ -78,32 +96,26 @@ class FusedGlu:
 
 
 @dataclass(frozen=True)
-class ClampedGlu:
+class ClampedGlu(Glu):
     """(u' + 1) g' sigmoid(alpha g'), the features of gate and up in turn."""
 
     alpha: float
     limit: float
 
-    def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
-        """Return h (S, I) of y (S, 2 I), rounded once."""
-        if y.is_cuda:
-            from sft_play.models.fast.experts import kernels
+    @property
+    def form(self) -> tuple[str, float, float]:
+        return "clamped", self.alpha, self.limit
 
-            return kernels.clamped_glu_forward(y, self.alpha, self.limit, ends)
+    def reference(self, y: Tensor) -> Tensor:
+        """Return h (S, I) of y (S, 2 I), rounded once."""
         gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit)
         return ((up + 1) * gate * torch.sigmoid(self.alpha * gate)).to(y.dtype)
 
-    def backward(
-        self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
-    ) -> GateGradients:
-        """Return what `FusedGlu.backward` does."""
+    def reference_gradients(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
+        """Return what `backward` does."""
         alpha, limit = self.alpha, self.limit
-        if y.is_cuda:
-            from sft_play.models.fast.experts import kernels
-
-            return kernels.clamped_glu_backward(dh, y, weights, alpha, limit, ends)
         gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
         g = gate.clamp(max=limit)
         u = up.clamp(-limit, limit)
@@ -128,7 +140,7 @@ class OwnGate:
     def backward(
         self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
     ) -> GateGradients:
-        """Return what `FusedGlu.backward` does."""
+        """Return what `Glu.backward` does."""
         with torch.enable_grad():
             y = y.detach().requires_grad_()
             h = self.function(y)
@@ -138,7 +150,7 @@ class OwnGate:
         return dy, dweights, h.detach()
 
 
-Gate = FusedGlu | ClampedGlu | OwnGate  # the elementwise part of an expert, forward and backward
+Gate = Glu | OwnGate  # the elementwise part of an expert, forward and backward
 
 
 def gate_of(experts: nn.Module, has_values: bool = True) -> Gate:

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft_play.models.fast.linears.activations import Activation
 from sft_play.models.fast.linears.glu_kernels import BLOCK, sigmoid_argument
 from sft_play.models.float8.kernels import load_float32, program_number
+
+Form = tuple[str, float, float]  # an activation or "clamped", and alpha and limit of the latter
 
 
 @triton.jit
@@ -48,73 +49,41 @@ def _is_last(row, ends, experts):
 
 
 @triton.jit
-def _glu_forward(y, h, ends, experts, features, is_gelu: tl.constexpr, block: tl.constexpr):
-    row = program_number()
-    if _is_last(row, ends, experts):
-        return
-    columns = tl.program_id(1) * block + tl.arange(0, block)
-    inside = columns < features
-    at_gate = row * 2 * features + columns
-    g = load_float32(y + at_gate, inside)
-    u = load_float32(y + at_gate + features, inside)
-    p, _ = sigmoid_argument(g, is_gelu)
-    tl.store(h + row * features + columns, g * tl.sigmoid(p) * u, inside)
-
-
-@triton.jit
-def _glu_backward(
-    dh,
-    y,
-    weights,
-    dy,
-    h,
-    dweights,
-    ends,
-    experts,
-    features,
-    is_gelu: tl.constexpr,
-    block: tl.constexpr,
-):
-    row = program_number()
-    if _is_last(row, ends, experts):
-        return
-    weight = tl.load(weights + row)
-    products = tl.zeros((block,), tl.float32)
-    for start in range(0, features, block):
-        columns = start + tl.arange(0, block)
-        inside = columns < features
+def _load_gate(y, row, columns, features, is_clamped: tl.constexpr):
+    """Gate and up of a row, and where they are: two halves, or in turn if they are clamped."""
+    if is_clamped:
+        at_gate = 2 * (row * features + columns)
+        at_up = at_gate + 1
+    else:
         at_gate = row * 2 * features + columns
         at_up = at_gate + features
-        d = load_float32(dh + row * features + columns, inside)
-        g = load_float32(y + at_gate, inside)
-        u = load_float32(y + at_up, inside)
-        p, slope = sigmoid_argument(g, is_gelu)
-        s = tl.sigmoid(p)
-        act = g * s
-        products += d * act * u
-        d *= weight
-        tl.store(dy + at_gate, d * (s + act * (1 - s) * slope) * u, inside)
-        tl.store(dy + at_up, d * act, inside)
-        tl.store(h + row * features + columns, act * u, inside)  # h may be dh, which has been read
-    tl.store(dweights + row, tl.sum(products, 0))
+    inside = columns < features
+    return load_float32(y + at_gate, inside), load_float32(y + at_up, inside), at_gate, at_up
 
 
 @triton.jit
-def _clamped_glu_forward(y, h, ends, experts, features, alpha, limit, block: tl.constexpr):
+def _clamped(gate, up, limit):
+    return tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+
+
+@triton.jit
+def _forward(y, h, ends, experts, features, alpha, limit, form: tl.constexpr, block: tl.constexpr):
     row = program_number()
     if _is_last(row, ends, experts):
         return
     columns = tl.program_id(1) * block + tl.arange(0, block)
-    inside = columns < features
-    at_gate = 2 * (row * features + columns)
-    g = tl.minimum(load_float32(y + at_gate, inside), limit)
-    u = load_float32(y + at_gate + 1, inside)
-    u = tl.minimum(tl.maximum(u, -limit), limit)
-    tl.store(h + row * features + columns, (u + 1) * g * tl.sigmoid(alpha * g), inside)
+    g, u, _gate, _up = _load_gate(y, row, columns, features, form == "clamped")
+    if form == "clamped":
+        g, u = _clamped(g, u, limit)
+        value = (u + 1) * g * tl.sigmoid(alpha * g)
+    else:
+        p, _slope = sigmoid_argument(g, form == "gelu_tanh")
+        value = g * tl.sigmoid(p) * u
+    tl.store(h + row * features + columns, value, columns < features)
 
 
 @triton.jit
-def _clamped_glu_backward(
+def _backward(
     dh,
     y,
     weights,
@@ -126,6 +95,7 @@ def _clamped_glu_backward(
     features,
     alpha,
     limit,
+    form: tl.constexpr,
     block: tl.constexpr,
 ):
     row = program_number()
@@ -136,20 +106,29 @@ def _clamped_glu_backward(
     for start in range(0, features, block):
         columns = start + tl.arange(0, block)
         inside = columns < features
-        at_gate = 2 * (row * features + columns)
         d = load_float32(dh + row * features + columns, inside)
-        gate = load_float32(y + at_gate, inside)
-        up = load_float32(y + at_gate + 1, inside)
-        g = tl.minimum(gate, limit)
-        u = tl.minimum(tl.maximum(up, -limit), limit)
-        s = tl.sigmoid(alpha * g)
-        value = (u + 1) * g * s
-        products += d * value
-        d *= weight
-        dgate = d * (u + 1) * (s + alpha * g * s * (1 - s))
-        tl.store(dy + at_gate, tl.where(gate <= limit, dgate, 0), inside)
-        tl.store(dy + at_gate + 1, tl.where(tl.abs(up) <= limit, d * g * s, 0), inside)
-        tl.store(h + row * features + columns, value, inside)
+        gate, up, at_gate, at_up = _load_gate(y, row, columns, features, form == "clamped")
+        if form == "clamped":
+            g, u = _clamped(gate, up, limit)
+            s = tl.sigmoid(alpha * g)
+            value = (u + 1) * g * s
+            products += d * value
+            d *= weight
+            dgate = d * (u + 1) * (s + alpha * g * s * (1 - s))
+            dgate = tl.where(gate <= limit, dgate, 0)
+            dup = tl.where(tl.abs(up) <= limit, d * g * s, 0)
+        else:
+            p, slope = sigmoid_argument(gate, form == "gelu_tanh")
+            s = tl.sigmoid(p)
+            act = gate * s
+            products += d * act * up
+            d *= weight
+            dgate = d * (s + act * (1 - s) * slope) * up
+            dup = d * act
+            value = act * up
+        tl.store(dy + at_gate, dgate, inside)
+        tl.store(dy + at_up, dup, inside)
+        tl.store(h + row * features + columns, value, inside)  # h may be dh, which has been read
     tl.store(dweights + row, tl.sum(products, 0))
 
 
@@ -167,54 +146,29 @@ def sum_choices(values: Tensor, rows: Tensor, ends: Tensor, weights: Tensor | No
     return out
 
 
-def glu_forward(y: Tensor, activation: Activation, ends: Tensor | None) -> Tensor:
+def glu_forward(y: Tensor, gate: Form, ends: Tensor | None) -> Tensor:
     """Return h (S, I) of y (S, 2 I)."""
-    h, grid = _gated(y)
-    is_gelu = activation == "gelu_tanh"
-    _glu_forward[grid](y, h, *_last(y, ends), h.shape[1], is_gelu, BLOCK)
+    assert y.is_contiguous(), "features lie side by side"
+    rows, features = len(y), y.shape[1] // 2
+    h = torch.empty(rows, features, dtype=y.dtype, device=y.device)
+    form, alpha, limit = gate
+    grid = (rows, triton.cdiv(features, BLOCK))
+    _forward[grid](y, h, *_last(y, ends), features, alpha, limit, form, BLOCK)
     return h
 
 
 def glu_backward(
-    dh: Tensor, y: Tensor, weights: Tensor, activation: Activation, ends: Tensor | None
+    dh: Tensor, y: Tensor, weights: Tensor, gate: Form, ends: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
-    dy, dweights = _gradients(dh, y)
+    assert dh.is_contiguous() and y.is_contiguous(), "features lie side by side"
+    dy = torch.empty_like(y)
+    dweights = torch.empty(len(dh), dtype=torch.float32, device=dh.device)
+    form, alpha, limit = gate
     tensors = (dh, y, weights, dy, dh, dweights, *_last(y, ends))
-    _glu_backward[(len(dh),)](*tensors, dh.shape[1], activation == "gelu_tanh", BLOCK)
-    return dy, dweights, dh
-
-
-def clamped_glu_forward(y: Tensor, alpha: float, limit: float, ends: Tensor | None) -> Tensor:
-    """Return h (S, I) of y (S, 2 I)."""
-    h, grid = _gated(y)
-    _clamped_glu_forward[grid](y, h, *_last(y, ends), h.shape[1], alpha, limit, BLOCK)
-    return h
-
-
-def clamped_glu_backward(
-    dh: Tensor, y: Tensor, weights: Tensor, alpha: float, limit: float, ends: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""
-    dy, dweights = _gradients(dh, y)
-    tensors = (dh, y, weights, dy, dh, dweights, *_last(y, ends))
-    _clamped_glu_backward[(len(dh),)](*tensors, dh.shape[1], alpha, limit, BLOCK)
+    _backward[(len(dh),)](*tensors, dh.shape[1], alpha, limit, form, BLOCK)
     return dy, dweights, dh
 
 
 def _last(y: Tensor, ends: Tensor | None) -> tuple[Tensor, int]:
     return (y, 0) if ends is None else (ends, len(ends))
-
-
-def _gated(y: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Return the memory for h (S, I) of y (S, 2 I), and the grid that fills it."""
-    assert y.is_contiguous(), "features lie side by side"
-    rows, features = len(y), y.shape[1] // 2
-    h = torch.empty(rows, features, dtype=y.dtype, device=y.device)
-    return h, (rows, triton.cdiv(features, BLOCK))
-
-
-def _gradients(dh: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the memory for the gradients of y (S, 2 I) and of the weights (S,)."""
-    assert dh.is_contiguous() and y.is_contiguous(), "features lie side by side"
-    return torch.empty_like(y), torch.empty(len(dh), dtype=torch.float32, device=dh.device)
