@@ -24,6 +24,7 @@ from sft_play.errors import of_class
 from sft_play.reporting.page import report_page
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import folder as run_folders
+from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 
@@ -60,7 +61,7 @@ class Plan:
 
     text: str
     fits: bool
-    values: dict[str, Any]
+    values: Json
 
     def __repr__(self) -> str:
         return self.text
@@ -201,7 +202,7 @@ def _ask(
     given: Mapping[str, Any],
     quiet: bool,
     **options: Any,
-) -> dict[str, Any]:
+) -> Json:
     """Return the answer of a command. Raises: its error."""
     asked = read_settings(given)
     path = None if config is None else os.fspath(config)

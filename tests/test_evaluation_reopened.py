@@ -42,7 +42,7 @@ def test_a_clean_folder_passes(finished, opens_here, mode):
     if mode == "qlora":
         weights = replace(weights, quantization=quantization)
     found = reopen(weights, Reference.read(folder.evaluation))
-    assert found.faults() == [] and found.kl < 1e-9 and found.agreement == 1
+    assert found.faults() == [] and found.kl < 1e-9 and found.top1_agreement == 1
 
 
 def test_weights_that_changed_are_found(copied, opens_here):
@@ -79,10 +79,12 @@ def test_a_loss_or_an_agreement_that_no_rounding_explains_is_of_another_model(fi
     weights, reference = finished("lora").weights("lora"), finished("lora").evaluation
     found = opened(weights, Reference.read(reference))
     assert not found.is_another_model
-    assert not replace(found, eval_loss=found.run_loss + 0.04, bound=ROUNDED).is_another_model
-    assert replace(found, eval_loss=found.run_loss - 0.06, bound=ROUNDED).is_another_model
-    assert replace(found, agreement=0.89, bound=ROUNDED).is_another_model
-    from_float8 = replace(found, eval_loss=found.run_loss + 0.1, agreement=0.8, bound=FROM_FLOAT8)
+    assert not replace(found, eval_loss=found.run_eval_loss + 0.04, bound=ROUNDED).is_another_model
+    assert replace(found, eval_loss=found.run_eval_loss - 0.06, bound=ROUNDED).is_another_model
+    assert replace(found, top1_agreement=0.89, bound=ROUNDED).is_another_model
+    from_float8 = replace(
+        found, eval_loss=found.run_eval_loss + 0.1, top1_agreement=0.8, bound=FROM_FLOAT8
+    )
     assert not from_float8.is_another_model
 
 

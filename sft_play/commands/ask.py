@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from sft_play import stops
 from sft_play.commands import plan as planning
@@ -26,7 +25,7 @@ from sft_play.config.loader import PACKAGE, environment
 from sft_play.errors import SftPlayError
 from sft_play.masking import mask_secrets
 from sft_play.progress import log_to_stderr
-from sft_play.runs.files import write_json
+from sft_play.runs.files import Json, write_json
 
 # Started anywhere: for a notebook the project may not be the current folder
 PROGRAM = """
@@ -50,7 +49,7 @@ class Request:
     rows: int = 3  # of a preview
 
 
-def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> dict[str, Any]:
+def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> Json:
     """Run a command to its end, print its lines unless `quiet`, and return its answer.
 
     KeyboardInterrupt stops it with a checkpoint, a second one kills it.
@@ -126,7 +125,7 @@ def _train(call: Call, request: Request, answer: Path) -> None:
         hand_over(folder, planned, call, early)
 
 
-def _plan(call: Call, request: Request) -> dict[str, Any]:
+def _plan(call: Call, request: Request) -> Json:
     planned = planning.plan_for_display(call, request.distributed, request.deepspeed)
     as_json = planning.plan_text(call, planned, as_json=True)
     return {
@@ -136,7 +135,7 @@ def _plan(call: Call, request: Request) -> dict[str, Any]:
     }
 
 
-def _preview(call: Call, request: Request) -> dict[str, Any]:
+def _preview(call: Call, request: Request) -> Json:
     loaded = load_config(call)
     planned = plan_run(call, loaded)
     printed = io.StringIO()

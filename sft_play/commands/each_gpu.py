@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from sft_play import stops
 from sft_play.commands import use
@@ -27,6 +26,7 @@ from sft_play.plan.ranks import visible_entries
 from sft_play.progress import counted
 from sft_play.runs import stamp
 from sft_play.runs.answer_file import PLACE, AnswerFile, PartsWatch, Place
+from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
 
@@ -98,7 +98,7 @@ class FileCall:
             raise DataError(f"IN={self.inputs}: no prompts")
         return found
 
-    def asked(self, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    def asked(self, prompts: Sequence[Prompt]) -> Json:
         """Return what the answers depend on."""
         config = self.loaded.config
         weights = _digest(self.run.weights(config.tuning.mode) / stamp.NAME)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sft_play.runs.files import Json
+
 # The row formats, and the names that programs give to the parts of a row
 FORMS = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
-Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts of a run
 Columns = Mapping[str, str]  # field: the file's column, or a path into one: answers.text.0
 Notes = tuple[str, ...]  # what becomes of a row that is not as the row has it
 

@@ -46,6 +46,14 @@ class Folder:
     prompts: Sequence[list[dict[str, Any]]] = ()  # messages, for the folder's chat template
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What the folder of a request does with its stops and prompts, in their order."""
+
+    stops: list[bool]  # whether generation ends there
+    prompts: list[list[int]]  # their ids
+
+
 def said(logits: Tensor, labels: Tensor, tokens: Tensor | None = None) -> Said:
     """Return what logits (N, V) say of labels (N,): on the CPU, in float64.
 
@@ -96,8 +104,8 @@ def answer(asked: str, answered: str) -> None:
     said_now = scored(model, load_file(folder.rows))
     stops = [ends_at(model, tokenizer, prompt, stop) for prompt, stop in folder.stops]
     prompts = [prompt_ids(tokenizer, messages) for messages in folder.prompts]
-    facts = {"stops": stops, "prompts": prompts}
-    save_file(said_now, answered, metadata={"facts": json.dumps(facts)})
+    facts = Facts(stops, prompts)
+    save_file(said_now, answered, metadata={"facts": json.dumps(vars(facts))})
 
 
 def load(folder: Folder) -> tuple[Any, Any]:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from sft_play.data.templates import template_messages
 from sft_play.evaluation.plain import IMAGES, Said, each_row, scored
 from sft_play.models.float8.linear import has_float8
 from sft_play.process import Process
-from sft_play.runs.files import share
+from sft_play.runs.files import Json, share
 
 REFERENCE_FILE = "reference.safetensors"
 MOST_ROWS = 8
@@ -45,7 +44,7 @@ class Reference:
     rows: dict[str, Tensor]  # OF_ROWS: of all rows in one; positions (N,) count in their row
     said: Said
     stops: list[tuple[list[int], int]]  # prompt of a row, and the stop that was trained after it
-    prompts: list[tuple[list[dict[str, Any]], list[int]]]  # messages, and their ids
+    prompts: list[tuple[list[Json], list[int]]]  # messages, and their ids
     compute_dtype: str  # of the evaluated model's products
     device: str
 
@@ -166,12 +165,12 @@ def trained_ends(samples: Sequence[Sample], stops: set[int]) -> list[tuple[list[
 
 def checked_prompts(
     tokenizer: PreTrainedTokenizerBase, system_prompt: str | None
-) -> list[tuple[list[dict[str, Any]], list[int]]]:
+) -> list[tuple[list[Json], list[int]]]:
     """Return prompts of one and of three messages with the ids that training gives them."""
     start = [Message("system", system_prompt)] if system_prompt else []
     question = Message("user", "What is blue?")
     turns = [question, Message("assistant", "The sea."), Message("user", "And green?")]
-    prompts: list[tuple[list[dict[str, Any]], list[int]]] = []
+    prompts: list[tuple[list[Json], list[int]]] = []
     for messages in ([*start, question], [*start, *turns]):
         try:
             ids = render_prompt(messages, tokenizer)

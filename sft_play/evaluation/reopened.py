@@ -5,25 +5,24 @@ Only transformers and PEFT open them. Legend: N labeled positions of all rows.
 
 import json
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.evaluation import opener
-from sft_play.evaluation.plain import Folder
+from sft_play.evaluation.plain import Facts, Folder, Said
 from sft_play.evaluation.reference import FLOAT8, Reference
 from sft_play.models import bnb
 from sft_play.models.base_files import plain_reading
 from sft_play.models.load import weight_dtype
 from sft_play.models.parameters import dtype_name
+from sft_play.runs.files import Json
 
 TOKENS_FROM_DISK = 256  # a CPU without instructions for 16 bits takes seconds for each of an 8B
 
@@ -68,20 +67,20 @@ class Reopened:
 
     rows: int  # of the reference: a few of the scored ones
     eval_loss: float  # nats a token, on these rows
-    run_loss: float
-    agreement: float  # share of positions with the same most likely token
+    run_eval_loss: float
+    top1_agreement: float  # share of positions with the same most likely token
     kl: float  # nats, of the evaluated model's probabilities against these
     stops: int  # trained stops at which plain generation ends
-    all_stops: int
+    stops_of: int
     changed_prompts: int  # prompts that the folder's chat template writes otherwise
     bound: Bound
 
     def line(self, name: str) -> str:
         """Return the line that is printed."""
         return (
-            f"{name} eval_loss={self.eval_loss:.4f} (run {self.run_loss:.4f}) on {self.rows} rows "
-            f"top-1 agreement={self.agreement:.3f} KL={self.kl:.1e} (at most {self.bound.kl:g}) "
-            f"stops={self.stops}/{self.all_stops}"
+            f"{name} eval_loss={self.eval_loss:.4f} (run {self.run_eval_loss:.4f}) on {self.rows} "
+            f"rows top-1 agreement={self.top1_agreement:.3f} KL={self.kl:.1e} "
+            f"(at most {self.bound.kl:g}) stops={self.stops}/{self.stops_of}"
         )
 
     def differences(self) -> list[str]:
@@ -89,9 +88,9 @@ class Reopened:
         found = []
         if not self.kl <= self.bound.kl:
             found.append(f"KL={self.kl:.2e} is above {self.bound.kl:g}")
-        if not abs(self.eval_loss - self.run_loss) <= self.bound.loss:
+        if not abs(self.eval_loss - self.run_eval_loss) <= self.bound.loss:
             found.append(
-                f"eval_loss={self.eval_loss:.4f} is not the run's {self.run_loss:.4f} within "
+                f"eval_loss={self.eval_loss:.4f} is not the run's {self.run_eval_loss:.4f} within "
                 f"{self.bound.loss:g}"
             )
         return found
@@ -99,8 +98,8 @@ class Reopened:
     @property
     def is_another_model(self) -> bool:
         """Return whether the scores differ by more than rounding of large models could explain."""
-        is_far = abs(self.eval_loss - self.run_loss) > max(OTHER_LOSS, self.bound.loss)
-        return is_far or (self.agreement < SAME_AGREEMENT and self.bound != FROM_FLOAT8)
+        is_far = abs(self.eval_loss - self.run_eval_loss) > max(OTHER_LOSS, self.bound.loss)
+        return is_far or (self.top1_agreement < SAME_AGREEMENT and self.bound != FROM_FLOAT8)
 
     def faults(self) -> list[str]:
         """Return all that is not as in the evaluated model."""
@@ -109,27 +108,18 @@ class Reopened:
     def broken(self) -> list[str]:
         """Return what is not as in the evaluated model, other than scores."""
         found = []
-        missed = self.all_stops - self.stops
+        missed = self.stops_of - self.stops
         if missed > 0:
             found.append(f"generation runs on behind the trained stop of {missed} rows")
         if self.changed_prompts:
             found.append(f"the chat template writes {self.changed_prompts} prompts otherwise")
         return found
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Return the facts for a report."""
-        return {
-            "rows": self.rows,
-            "eval_loss": self.eval_loss,
-            "run_eval_loss": self.run_loss,
-            "top1_agreement": self.agreement,
-            "kl": self.kl,
-            "kl_bound": self.bound.kl,
-            "stops": self.stops,
-            "stops_of": self.all_stops,
-            "changed_prompts": self.changed_prompts,
-            "faults": self.faults(),
-        }
+        facts = {**asdict(self), "kl_bound": self.bound.kl, "faults": self.faults()}
+        del facts["bound"]
+        return facts
 
 
 def reopen(folder: Folder, reference: Reference) -> Reopened:
@@ -141,18 +131,18 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
         fitting = int((reference.rows["ends"] <= TOKENS_FROM_DISK).sum())
         reference = reference.shortened(max(1, fitting))
     tensors, facts = ask(folder, reference)
-    by_stop = dict(zip(_distinct_stops(reference), facts["stops"], strict=True))
+    by_stop = dict(zip(_distinct_stops(reference), facts.stops, strict=True))
     expected = [ids for _, ids in reference.prompts]
     return Reopened(
         rows=len(reference.rows["ends"]),
         eval_loss=float(tensors["nats"].mean()),
-        run_loss=reference.loss,
-        agreement=float((tensors["best"] == reference.said["best"]).double().mean()),
+        run_eval_loss=reference.loss,
+        top1_agreement=float((tensors["best"] == reference.said["best"]).double().mean()),
         kl=divergence(reference.said, tensors),
         stops=sum(by_stop[stop] for _, stop in reference.stops),
-        all_stops=len(reference.stops),
+        stops_of=len(reference.stops),
         changed_prompts=sum(
-            found != ids for found, ids in zip(facts["prompts"], expected, strict=True)
+            found != ids for found, ids in zip(facts.prompts, expected, strict=True)
         ),
         bound=choose_bound(folder, reference),
     )
@@ -167,7 +157,7 @@ def choose_bound(folder: Folder, reference: Reference) -> Bound:
     return EXACT if on_cpu and in_float32 else ROUNDED
 
 
-def divergence(run: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+def divergence(run: Said, other: Said) -> float:
     """Return the mean KL of a run's probabilities against others, nats.
 
     Over the run's most likely tokens, and all others as one.
@@ -177,7 +167,7 @@ def divergence(run: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return float((kept.sum(-1) + rest).mean())
 
 
-def ask(folder: Folder, reference: Reference) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def ask(folder: Folder, reference: Reference) -> tuple[Said, Facts]:
     """Return what the script says of the reference's rows, and its facts.
 
     Raises: CheckpointError with what it could not do.
@@ -202,7 +192,7 @@ def ask(folder: Folder, reference: Reference) -> tuple[dict[str, Tensor], dict[s
             raise CheckpointError(f"{folder.path}: transformers cannot open and use it: {why}")
         with safe_open(answered, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, json.loads(file.metadata()["facts"])
+            return tensors, Facts(**json.loads(file.metadata()["facts"]))
 
 
 def _distinct_stops(reference: Reference) -> list[int]:

@@ -177,7 +177,13 @@ def _score(trained: TrainedModel, rows: ScoredRows, answers: Path) -> Scores:
     scores = evaluator.score(trained.model)
     if trained.process.is_main:
         write_text(answers, answers_jsonl(evaluator.questions, scores))
-        write_json(answers.with_suffix(".json"), _facts(trained.config, rows, scores))
+        settings = {f"train.{name}": getattr(trained.config.train, name) for name in SETTINGS}
+        path = trained.config.data.model_dump(mode="json")["test_path"]
+        if rows.path is not None:
+            path = rows.path
+            settings["data.columns"] = trained.config.data.columns
+        facts = {"rows": len(rows.split), "settings": settings, "test_path": path}
+        write_json(answers.with_suffix(".json"), {**scores.as_metrics(), **facts})
     return scores
 
 
@@ -240,17 +246,3 @@ def _free_name(folder: RunFolder, stem: str, path: Any) -> str:
         is_free = not scores.exists() or read_json(scores).get("test_path") == path
         if name not in TAKEN_NAMES and is_free:
             return name
-
-
-def _facts(config: Config, rows: ScoredRows, scores: Scores) -> dict[str, Any]:
-    """Return the content of eval/<name>.json."""
-    settings = {f"train.{name}": getattr(config.train, name) for name in SETTINGS}
-    if rows.path is not None:
-        settings["data.columns"] = config.data.columns
-    own_path = config.data.model_dump(mode="json")["test_path"]
-    return {
-        **scores.as_metrics(),
-        "rows": len(rows.split),
-        "settings": settings,
-        "test_path": own_path if rows.path is None else rows.path,
-    }

@@ -286,7 +286,7 @@ class CompressedScores:
         said = self.reopened
         return (
             f"{name} {self.losses.line()} [{low:.3f}, {high:.3f}] "
-            f"KL={said.kl:.1e} top-1={said.agreement:.3f} stops={said.stops}/{said.all_stops}"
+            f"KL={said.kl:.1e} top-1={said.top1_agreement:.3f} stops={said.stops}/{said.stops_of}"
         )
 
     @property

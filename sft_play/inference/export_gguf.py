@@ -1,7 +1,6 @@
 """`make export FORMAT=gguf`: files for llama.cpp and what is built on it, opened and scored."""
 
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -19,7 +18,7 @@ from sft_play.inference.gguf_tools import (
 )
 from sft_play.inference.modelfile import TurnTexts, modelfile_text, read_turn_texts
 from sft_play.models.export import read_stops
-from sft_play.runs.files import read_json, write_json, write_text
+from sft_play.runs.files import Json, read_json, write_json, write_text
 
 REPORT = "export.json"
 CHECKED_PROMPTS = 100  # for the Modelfile
@@ -161,7 +160,7 @@ def score_files(export: Export, staging: Path, files: list[str], source: Path) -
             f"warning: not opened and not scored: llama-cpp-python is not installed; {HOW_TO_GET}"
         ]
     lines: list[str] = []
-    report: dict[str, Any] = {}
+    report: Json = {}
     for file in files:
         scores = score_gguf(staging / file, export)
         if scores is None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
@@ -43,13 +42,13 @@ from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import exports, seal, stamp
 from sft_play.runs.exports import ADAPTERS, MOST_TOKENS, ExportAsked, ParityRow
-from sft_play.runs.files import read_json, share, write_text
+from sft_play.runs.files import Json, read_json, share, write_text
 from sft_play.runs.folder import RunFolder
 
 OF_A_RUN = (stamp.NAME, seal.NAME, "README.md")  # files of weights that an export has no use for
 MOST_ROWS = 8  # of the test rows; those of `checked_prompts` come on top
 CONTENT = "⟦content⟧"  # stands for a question in a template
-Messages = list[dict[str, Any]]
+Messages = list[Json]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 import torch
 
@@ -82,9 +81,9 @@ def _answer_window(
             yield own[part], generator.decode(generated)
 
 
-def _line(prompt: Prompt, answer: Answer | None = None, reason: str = "") -> dict[str, Any]:
+def _line(prompt: Prompt, answer: Answer | None = None, reason: str = "") -> Json:
     """Return what a line of the answers says."""
-    values: dict[str, Any] = {"origin": prompt.origin}
+    values: Json = {"origin": prompt.origin}
     if len(prompt.messages) == 1 and not prompt.tools and not images_of(prompt.messages):
         values["prompt"] = prompt.question
     else:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from sft_play.inference.gguf_tools import opened, require_bindings
 from sft_play.inference.improvement import Losses, read_scored_rows
 from sft_play.reporting.answers import read_answers
 from sft_play.runs.exports import LEAST_GAIN
+from sft_play.runs.files import Json
 
 MOST_ANSWERS = 32
 CHECKED_ROWS = 200  # for their tokens
@@ -82,7 +83,7 @@ class GgufScores(Losses):
             found.append(f"llama.cpp gives other tokens in {other} of {self.tokens.rows} rows")
         return found
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Return the facts for export.json."""
         gain = None if math.isnan(self.gain_kept) else self.gain_kept
         return {**asdict(self), "gain_kept": gain, "faults": self.faults()}
@@ -130,9 +131,8 @@ def score_gguf(path: Path, export: Export) -> GgufScores | None:
     # on a GPU if llama-cpp-python was built for one
     with closing(opened(path, n_ctx=context, n_gpu_layers=-1, logits_all=True)) as model:
         nats = [nats_of(model, sample) for sample in samples]
-        answers = score_answers(model, export)
-    losses = Losses.of_table(np.column_stack([written, nats]))
-    return GgufScores(**vars(losses), tokens=tokens, **answers)
+        losses = Losses.of_table(np.column_stack([written, nats]))
+        return with_answers(GgufScores(**vars(losses), tokens=tokens), model, export)
 
 
 def nats_of(model: Any, sample: Sample) -> float:
@@ -146,11 +146,11 @@ def nats_of(model: Any, sample: Sample) -> float:
     return cross_entropy(logits, labels, reduction="sum").item()
 
 
-def score_answers(model: Any, export: Export) -> dict[str, Any]:
-    """Return ROUGE-L and stops of the file's answers and of the run's, to the same questions."""
+def with_answers(scores: GgufScores, model: Any, export: Export) -> GgufScores:
+    """Return scores with ROUGE-L and stops of the file's answers and the run's, if it has any."""
     written = read_answers(export.run, "after")
     if not written:
-        return {}
+        return scores
     split, answers = export.data.test, []
     asked = question_indices(split, export.config.train.generation_max_rows)
     asked = drawn(asked, len(written))[:MOST_ANSWERS]
@@ -162,13 +162,14 @@ def score_answers(model: Any, export: Export) -> dict[str, Any]:
         answers.append(export.tokenizer.decode(ids, skip_special_tokens=True).strip())
         ended += has_ended
     expected = [row.expected for row in written]
-    return {
-        "rouge_l": rouge("rougeL", answers, expected).estimate.mean,
-        "run_rouge_l": rouge("rougeL", [row.answer for row in written], expected).estimate.mean,
-        "answers": len(written),
-        "ended": ended,
-        "run_ended": sum(not row.was_cut for row in written),
-    }
+    return replace(
+        scores,
+        rouge_l=rouge("rougeL", answers, expected).estimate.mean,
+        run_rouge_l=rouge("rougeL", [row.answer for row in written], expected).estimate.mean,
+        answers=len(written),
+        ended=ended,
+        run_ended=sum(not row.was_cut for row in written),
+    )
 
 
 def answer_of(model: Any, prompt: Sequence[int], limit: int) -> tuple[list[int], bool]:

@@ -5,10 +5,9 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -75,8 +74,18 @@ class Candidate:
         """Return what is printed if there are several."""
         return (
             f"base {self.base}: KL={self.found.kl:.1e} "
-            f"top-1 agreement={self.found.agreement:.3f}{', kept' if self is best else ''}"
+            f"top-1 agreement={self.found.top1_agreement:.3f}{', kept' if self is best else ''}"
         )
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why merged weights are not published, as merge_report.json has it."""
+
+    why_not: Sequence[str] = ()  # empty if they are
+    cause: str | None = None
+    base_eval_loss: float | None = None
+    float32_eval_loss: float | None = None  # of the same merge in float32
 
 
 def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
@@ -93,7 +102,7 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
     """
     candidates: list[Candidate] = []
     target = folder.path / "merged"
-    refusal: dict[str, Any] = {}
+    refusal: Refusal | None = None
     try:
         with disk_errors_in_words(), memory_errors_in_words(), staged(target) as work:
             for candidate in measured_candidates(folder, dtype, work):
@@ -101,7 +110,7 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
             best = min(candidates, key=lambda candidate: candidate.found.kl)
             if best.found.faults():
                 refusal = explain(folder, best)
-                said = [*best.found.broken(), *filter(None, [refusal.get("cause")])]
+                said = [*best.found.broken(), *filter(None, [refusal.cause])]
                 report = folder.path / REPORT
                 raise CheckpointError(
                     f"{folder.path} was not merged: {'. '.join(said)}. {report} has the figures"
@@ -109,9 +118,9 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
             stamp.write(best.folder, {**stamp.read(best.adapter), "merged": True})
             best.folder.rename(work / FILES)
     except SftPlayError as error:
-        write_refusal(folder, candidates, refusal or {"why_not": [mask_secrets(str(error))]})
+        write_refusal(folder, candidates, refusal or Refusal([mask_secrets(str(error))]))
         raise
-    write_json(folder.path / REPORT, report_of(folder, candidates, {"kept": best.base}))
+    write_report(folder, candidates, best.base, Refusal())
     (folder.path / EARLIER_REPORT).unlink(missing_ok=True)
     lines = [best.found.line("merged"), f"merged {target} ({best.way})"]
     return [*(each.line(best) for each in candidates if len(candidates) > 1), *lines]
@@ -164,7 +173,7 @@ def refuse_other_adapter(weights: Path, config: Config) -> None:
     """
     saved = read_json(weights / "adapter_config.json")
     lora = config.tuning.lora
-    expected: dict[str, Any] = {
+    expected = {
         "r": lora.r,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.use_rslora,
@@ -193,14 +202,14 @@ def what_vllm_does_not_serve(weights: Path) -> list[str]:
     return problems
 
 
-def explain(folder: RunFolder, best: Candidate) -> dict[str, Any]:
+def explain(folder: RunFolder, best: Candidate) -> Refusal:
     """Return why merged weights are not the adapter's model, and the figures of it.
 
     To find the cause, the adapter and its base are scored on the same rows, and the adapter is
     merged once more, in float32.
     """
     exact = found = best.found
-    refusal: dict[str, Any] = {"why_not": found.faults()}
+    refusal = Refusal(found.faults())
     if not found.differences():
         return refusal
     dtype = read_json(best.folder / "config.json").get("dtype") or "16 bits"
@@ -212,14 +221,15 @@ def explain(folder: RunFolder, best: Candidate) -> dict[str, Any]:
                 exact = min((each.found for each in again), key=lambda each: each.kl)
     except SftPlayError as error:  # the refusal is the same without a cause
         differences = "; ".join(found.differences())
-        return {**refusal, "cause": f"{differences}. The cause could not be measured: {error}"}
-    losses = Losses(found.eval_loss, found.run_loss, before, found.rows)
+        cause = f"{differences}. The cause could not be measured: {error}"
+        return replace(refusal, cause=cause)
+    losses = Losses(found.eval_loss, found.run_eval_loss, before, found.rows)
     adapter = f"make eval RUN={folder.name} scores the adapter itself"
     if not what_vllm_does_not_serve(best.adapter):
         adapter = f"make export RUN={folder.name} FORMAT=adapter exports the adapter itself"
     if not exact.differences():
         why = because_of_rounding(dtype, losses, adapter)
-    elif abs(now - found.run_loss) <= found.bound.loss:
+    elif abs(now - found.run_eval_loss) <= found.bound.loss:
         why = f". Rounding is not the cause; {adapter}"
     else:
         why = (
@@ -230,8 +240,7 @@ def explain(folder: RunFolder, best: Candidate) -> dict[str, Any]:
     if losses.lost <= found.bound.loss:
         compared = f"another one than the adapter: {'; '.join(found.differences())}"
     cause = f"the merged {dtype} model is {compared}{why}"
-    losses_found = {"base_eval_loss": before, "float32_eval_loss": exact.eval_loss}
-    return {**refusal, "cause": cause, **losses_found}
+    return Refusal(refusal.why_not, cause, before, exact.eval_loss)
 
 
 def because_of_rounding(dtype: str, losses: Losses, adapter: str) -> str:
@@ -309,14 +318,14 @@ def staged(target: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def write_refusal(folder: RunFolder, candidates: list[Candidate], facts: dict[str, Any]) -> None:
+def write_refusal(folder: RunFolder, candidates: list[Candidate], refusal: Refusal) -> None:
     """Write why a merge is refused; keep the report of the one that merged/ holds, too."""
     path, earlier = folder.path / REPORT, folder.path / EARLIER_REPORT
     try:
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
             if read_json(path)["kept"] is not None:  # of a merge that was published
                 path.replace(earlier)
-        write_json(path, report_of(folder, candidates, facts))
+        write_report(folder, candidates, None, refusal)
     except OSError as error:  # it must not hide why the merge is refused
         logger.warning("%s cannot be written: %s", path, error.strerror)
     published = folder.path / "merged"
@@ -326,13 +335,14 @@ def write_refusal(folder: RunFolder, candidates: list[Candidate], facts: dict[st
         )
 
 
-def report_of(
-    folder: RunFolder, candidates: list[Candidate], facts: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the content of merge_report.json: the scores of each way to merge, and the outcome."""
+def write_report(
+    folder: RunFolder, candidates: list[Candidate], kept: str | None, refusal: Refusal
+) -> None:
+    """Write merge_report.json: the scores of each way to merge, and the outcome."""
     found = {each.base: {**each.found.as_json(), "merged": each.way} for each in candidates}
-    outcome = {"kept": None, "why_not": [], **facts}
-    return {"run": folder.name, "candidates": found, **outcome}
+    known = {name: value for name, value in asdict(refusal).items() if value is not None}
+    report = {"run": folder.name, "candidates": found, "kept": kept, **known}
+    write_json(folder.path / REPORT, report)
 
 
 def not_scored(config: Config, kind: str | None = None) -> list[str]:

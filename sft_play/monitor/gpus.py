@@ -21,6 +21,7 @@ from sft_play.plan.devices import (
     nvml_gpus,
     nvml_session,
 )
+from sft_play.runs.files import Json
 
 NF4_CAPABILITY = (6, 0)  # the least that bitsandbytes' documentation asks for
 
@@ -88,7 +89,7 @@ def gpu_info_lines(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def gpu_facts(environ: Mapping[str, str]) -> dict[str, Any]:
+def gpu_facts(environ: Mapping[str, str]) -> Json:
     """Return what this host trains with, for programs; `reason` says why there is no GPU."""
     gpus, reason = nvml_gpus(environ)
     return {

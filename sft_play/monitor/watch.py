@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from sft_play.plan.devices import GIB
 from sft_play.progress import duration, in_short
 from sft_play.reporting.run_facts import RunFacts
+from sft_play.runs.files import Json
 from sft_play.runs.folder import listing
 from sft_play.runs.metrics import MetricsLine
 from sft_play.runs.report import logged_scores, recorded_scores
@@ -227,7 +227,7 @@ def run_table(output_dir: Path) -> list[str]:
     return [f"{run.run:<{width}}  {_run_words(run)}" for run in runs]
 
 
-def runs_json(output_dir: Path) -> list[dict[str, Any]]:
+def runs_json(output_dir: Path) -> list[Json]:
     """Return the content of run.json of each run, with its folder and its state of now."""
     return [
         {**run.report.to_json(), "folder": str(run.folder.path), "state": run.report.state}

@@ -12,7 +12,7 @@ from typing import Any
 
 from sft_play import reading
 from sft_play.errors import ConfigError
-from sft_play.runs.files import write_text
+from sft_play.runs.files import Json, write_text
 
 KNOWN_CELLS = ("code", "markdown", "raw")
 # What format 4 asks for, of the file, of a cell, and of a code cell
@@ -43,7 +43,7 @@ class Document:
 
     path: Path
     text: str
-    content: dict[str, Any]  # with the members that were missing
+    content: Json  # with the members that were missing
     cells: tuple[Cell, ...]
     problems: tuple[str, ...]  # what the format asks for and this file lacks
 
@@ -116,7 +116,7 @@ def _read_text(path: Path) -> str:
         ) from None
 
 
-def _parse_json(path: Path, text: str) -> dict[str, Any]:
+def _parse_json(path: Path, text: str) -> Json:
     """Return the file's object. Raises: ConfigError for other JSON and for none."""
     if not text.strip(f"{BYTE_ORDER_MARK} \t\r\n"):
         raise ConfigError(f"NB={path} is empty; name a notebook with cells")
@@ -154,7 +154,7 @@ def _refuse_other_formats(path: Path, notebook: Mapping[str, Any]) -> None:
         )
 
 
-def _add_missing(place: str, found: dict[str, Any], members: Mapping[str, Any]) -> list[str]:
+def _add_missing(place: str, found: Json, members: Mapping[str, Any]) -> list[str]:
     """Add the members that are not there; return what to say of it."""
     missing = {name: value for name, value in members.items() if name not in found}
     if not missing:
@@ -180,7 +180,7 @@ def _read_cell(place: str, number: int, cell: Any) -> Cell:
     return Cell(number, kind, source, tuple(outputs))
 
 
-def _as_json(content: dict[str, Any], before: str) -> str:
+def _as_json(content: Json, before: str) -> str:
     """Return JSON in the layout of the text from before."""
     newline, indent, colon = LAYOUT.search(before).groups()
     comma = ", " if indent is None and colon != ":" else ","

@@ -5,12 +5,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from sft_play.data.rows import make_visible
 from sft_play.reporting import bootstrap
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.verdict import Score
+from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RecordedScore, RunReport, logged_losses, recorded_scores
 
@@ -199,7 +200,7 @@ def _shorten(text: str, from_end: bool = False) -> str:
     return f"{make_visible(text[:TEXT_LENGTH])} … ({left_out:,} characters more)"
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _lines(path: Path) -> list[Json]:
     """Return the objects of a file of JSON lines; none if it does not exist."""
     if not path.exists():
         return []

@@ -5,7 +5,6 @@ Every run is compared with the first one, as lines, JSON or a page. Loads no tor
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from sft_play.reporting import charts
 from sft_play.reporting.answers import LOSS, ROUGE_L, changed, title_of
@@ -13,6 +12,7 @@ from sft_play.reporting.bootstrap import MIN_ROWS, Estimate
 from sft_play.reporting.page import count, gib, render, seconds
 from sft_play.reporting.run_facts import OF_THE_FOLDER, RunFacts
 from sft_play.reporting.verdict import Score
+from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 
 AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
@@ -172,7 +172,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     return lines + comparison.notes
 
 
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
+def comparison_json(comparison: Comparison) -> Json:
     """Return what `compare --json` prints."""
     return {
         "runs": [_run_json(run) for run in comparison.runs],
@@ -185,7 +185,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _run_json(run: RunFacts) -> dict[str, Any]:
+def _run_json(run: RunFacts) -> Json:
     report = run.report
     scores = {name: score and asdict(score) for name, score in run.last_scores.items()}
     return {

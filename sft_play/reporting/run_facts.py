@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from itertools import pairwise
 from operator import attrgetter, getitem
-from typing import Any, Literal, NamedTuple, Self, TypeVar
+from typing import Literal, NamedTuple, Self, TypeVar
 
 from sft_play.config import schema
 from sft_play.config.messages import word
@@ -24,6 +24,7 @@ from sft_play.reporting.answers import OF_SOURCE, Answer, AnsweredRow, Evaluatio
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.verdict import Score, Verdict, verdict
 from sft_play.runs import metrics
+from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import GpuSample, MetricsLine, NewLines
 from sft_play.runs.report import GOING_ON, LengthHistogram, RunReport
@@ -374,7 +375,7 @@ def _shown_checks(report: RunReport, after: Sequence[Answer]) -> Iterator[ShownC
         yield _judged("answers end by themselves", is_ended, found)
 
 
-def _row_checks(train: dict[str, Any]) -> Iterator[ShownCheck]:
+def _row_checks(train: Json) -> Iterator[ShownCheck]:
     """Yield what the ledger of the training rows says of evaluation rows and lost tokens."""
     if train.get("overlap") is not None:
         shared = {split: equal["normalized"] for split, equal in train["overlap"].items()}

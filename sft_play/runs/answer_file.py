@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.runs.files import json_line, read_json, write_json, write_text
+from sft_play.runs.files import Json, json_line, read_json, write_json, write_text
 
 LOCK = "lock"  # in the folder of parts
 NUMBER = "number"  # of a prompt in its file, from 0: in parts alone
@@ -102,7 +102,7 @@ class AnswerFile:
         with self.path.open(encoding="utf-8") as file:
             return sum(json.loads(line)["answer"] is None for line in file)
 
-    def _lines(self) -> Iterator[dict[str, Any]]:
+    def _lines(self) -> Iterator[Json]:
         """Yield the whole lines of all parts; one that broke off is left out."""
         for path in sorted(self.parts.glob("*.jsonl")):
             with path.open("rb") as file:

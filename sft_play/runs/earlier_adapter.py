@@ -5,7 +5,6 @@ An adapter of a run has them in its stamp, any other in its adapter_config.json.
 
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.layers import Layer, nearest_path
 from sft_play.config.schema import Config
@@ -13,6 +12,7 @@ from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.runs import stamp
 from sft_play.runs.adapter_options import why_not_trained
+from sft_play.runs.files import Json
 from sft_play.runs.model_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -75,12 +75,12 @@ def settings_of_adapter(named: str, output_dir: Path) -> Layer:
     return {path: Located(value, f"{SETTING}={named}") for path, value in values.items()}
 
 
-def _of_stamp(folder: Path) -> dict[str, Any]:
+def _of_stamp(folder: Path) -> Json:
     config = Config.model_validate(stamp.read(folder)["config"])
     return {path: attrgetter(path)(config) for path in (*SHAPE, *OF_RUN)}
 
 
-def _of_config(folder: Path) -> dict[str, Any]:
+def _of_config(folder: Path) -> Json:
     config = read_adapter_config(folder)
     reason = why_not_trained(config)
     if reason is not None:

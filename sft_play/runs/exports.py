@@ -8,12 +8,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from sft_play.config.sections.train import Delivered
 from sft_play.errors import CheckpointError
 from sft_play.runs import seal
-from sft_play.runs.files import json_line, write_text
+from sft_play.runs.files import Json, json_line, write_text
 from sft_play.runs.folder import RunFolder
 
 COMPRESSED: tuple[str, ...] = (*get_args(Delivered), "awq")  # awq: int4 by llm-compressor
@@ -68,7 +68,7 @@ class ParityRow:
     answer_ends: list[int]  # characters of the answer after each of its tokens
     margins: list[float]  # nats between each token and the second most likely one
     has_ended: bool
-    messages: list[dict[str, Any]] | None = None  # that the chat template makes this prompt of
+    messages: list[Json] | None = None  # that the chat template makes this prompt of
 
     @property
     def finish_reason(self) -> str:

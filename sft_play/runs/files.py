@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts of a run
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and CIFS mounts
 BUSY_SECONDS = 0.5
 LOCAL = ("apfs", "btrfs", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
@@ -125,7 +126,7 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, as_text(value))
 
 
-def read_json(path: Path, object_hook: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+def read_json(path: Path, object_hook: Callable[[Json], Any] | None = None) -> Any:
     """Return the value of a JSON file. Raises FileNotFoundError, ValueError."""
     if not path.is_file() and not path.is_dir() and path.exists():
         raise ValueError("it is a pipe or a device")  # whose end may never come

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -19,7 +18,7 @@ from sft_play.config import yaml_source
 from sft_play.config.schema import Config, TrainSection, settings
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, first_line
 from sft_play.runs import lock
-from sft_play.runs.files import entries, read_json, rename, write_json, write_text
+from sft_play.runs.files import Json, entries, read_json, rename, write_json, write_text
 from sft_play.runs.report import GOING_ON, RunReport
 
 WEIGHTS = ("adapter", "model")  # folders of trained weights
@@ -118,7 +117,7 @@ class RunFolder:
         )
         write_text(self.path / "config.yaml", header + yaml_source.dump(config.model_dump()))
 
-    def read_data(self) -> dict[str, Any]:
+    def read_data(self) -> Json:
         """Return data.json: where the tokenized rows are.
 
         Raises: EnvironmentFault when this is no run folder.
@@ -130,7 +129,7 @@ class RunFolder:
                 f"{self.path / 'data.json'}: cannot be read ({error}); train again"
             ) from None
 
-    def write_data(self, facts: dict[str, Any]) -> None:
+    def write_data(self, facts: Json) -> None:
         """Write data.json."""
         write_json(self.path / "data.json", facts)
 

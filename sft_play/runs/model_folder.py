@@ -20,7 +20,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
 from sft_play.runs import seal, stamp
 from sft_play.runs.adapter_options import why_not_loaded
-from sft_play.runs.files import read_json
+from sft_play.runs.files import Json, read_json
 from sft_play.runs.folder import RunFolder
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -181,7 +181,7 @@ class AdapterConfig(BaseModel):
     modules_to_save: list[str] | None = None
 
 
-def read_adapter_config(folder: Path) -> dict[str, Any]:
+def read_adapter_config(folder: Path) -> Json:
     """Return a PEFT adapter's config. Raises EnvironmentFault for values of other types."""
     path = folder / ADAPTER_CONFIG
     config = read_object(path)
@@ -199,7 +199,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> Json:
     """Return the object of a JSON file of a model, parsed once while the file does not change.
 
     Raises EnvironmentFault if it contains no object.
@@ -225,7 +225,7 @@ def _parsed(path: Path, *state: int) -> Any:
     return read_json(path, _plain_number)
 
 
-def _plain_number(item: dict[str, Any]) -> Any:
+def _plain_number(item: Json) -> Any:
     """Return the number that transformers writes as {"__float__": "Infinity"}, or the item."""
     return float(str(item["__float__"])) if item.keys() == {"__float__"} else item
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from sft_play.runs.files import Json
 from sft_play.timeline import Span
 
 STARTED_AT = "%Y-%m-%dT%H:%M:%S%z"  # of RunReport.started_at
@@ -199,21 +200,21 @@ class RunReport:
     memory: PhasePeaks | None = None
     memory_by_rank: list[RankMemory] | None = None
     metrics: dict[str, dict[str, float | int]] | None = None  # by before and after
-    best: dict[str, Any] | None = None  # the checkpoint whose weights are saved, if not the last
+    best: Json | None = None  # the checkpoint whose weights are saved, if not the last
     skipped_steps: list[int] | None = None  # left out by train.on_nonfinite
     loss: list[LoggedLoss] | None = None
     history: list[LoggedStep] | None = None
     checks: list[Check] | None = None  # in the order in which they were made
-    data: dict[str, Any] | None = None  # the ledger of each split
+    data: Json | None = None  # the ledger of each split
     lengths: dict[str, LengthHistogram] | None = None  # of each split
     padding: dict[str, int] | None = None  # tokens of an epoch
-    fast_path: dict[str, Any] | None = None  # fused kernels that are on, and off
+    fast_path: Json | None = None  # fused kernels that are on, and off
     experts: ExpertsReport | None = None  # None without experts, and while the run continues
-    probe: dict[str, Any] | None = None  # None without train.probe
+    probe: Json | None = None  # None without train.probe
     out_of_memory: OutOfMemoryReport | None = None
     is_gone: bool = False  # not in the file: nobody holds the run's lock, nor gives a sign of life
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the content of run.json."""
         nullable = {"exit_class", "cause"}
         if self.pid is not None:
@@ -232,7 +233,7 @@ class RunReport:
         """Return the scores of the test rows `before` or `after` training, {} for none."""
         return (self.metrics or {}).get(when, {})
 
-    def rows(self, split: str) -> dict[str, Any]:
+    def rows(self, split: str) -> Json:
         """Return the ledger of a split, {} if it is not known."""
         return (self.data or {}).get(split) or {}
 

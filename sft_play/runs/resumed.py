@@ -22,7 +22,7 @@ from sft_play.config.yaml_source import Located, parse_scalar
 from sft_play.errors import CheckpointError, EnvironmentFault, first_line
 from sft_play.runs import stamp
 from sft_play.runs.checkpoints import step_of
-from sft_play.runs.files import write_json
+from sft_play.runs.files import Json, write_json
 from sft_play.runs.folder import RunFolder, first_fault
 
 # Files may have moved, and the plan is this machine's: digests and the stamp decide
@@ -314,7 +314,7 @@ class AskedRun:
     def read(cls, folder: RunFolder) -> Self:
         """Return what asked.json says. Raises EnvironmentFault for a run of another version."""
         try:
-            values: dict[str, Any] = json.loads(folder.read_input(ASKED))
+            values: Json = json.loads(folder.read_input(ASKED))
             found = {name: AskedSetting(**facts) for name, facts in values["settings"].items()}
             return cls(values["command"], found)
         except (ValueError, KeyError, TypeError) as error:

@@ -18,7 +18,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft_play.runs.files import as_text, sync, write_text
+from sft_play.runs.files import Json, as_text, sync, write_text
 
 NAME = "MANIFEST.json"
 PIN = "pinned"  # a file of the user that keeps a checkpoint
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
         starts = range(0, self.size, self.part_bytes)
         return [Part(path, start, min(start + self.part_bytes, self.size)) for start in starts]
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Json:
         """Return the entry as it stands in the manifest."""
         if self.part_bytes is None:
             return {"size": self.size, "sha256": self.digests[0]}
