@@ -369,7 +369,7 @@ def main_of_rank(words: Sequence[str]) -> None:
         if launched.place is None:
             return main(words, launched)
         meeting = launching.Meeting(launched.place)
-    with meeting.closing(), _errors_as_messages():
+    with meeting, _errors_as_messages():
         main(words, launching.lead(launched, meeting))
 
 

@@ -41,7 +41,7 @@ def test_all_that_wait_hear_of_the_run_also_those_that_came_first(place, tmp_pat
     early = Waiting(place)
     meeting = launching.Meeting(place)
     late = Waiting(place)
-    with meeting.closing():
+    with meeting:
         meeting.announce(RunFolder(tmp_path))
     assert early.result() == late.result() == {"folder": str(tmp_path)}
 
@@ -52,7 +52,7 @@ def test_all_that_wait_hear_of_the_run_also_those_that_came_first(place, tmp_pat
 def test_all_that_wait_end_as_the_first_one_does(place, end, code):
     meeting = launching.Meeting(place)
     waiting = [Waiting(place), Waiting(place)]
-    with pytest.raises(type(end)), meeting.closing():
+    with pytest.raises(type(end)), meeting:
         raise end
     assert [each.result() for each in waiting] == [{"exit_code": code}] * 2
 

@@ -42,9 +42,7 @@ LLAMA_70B = "model.name=meta-llama/Llama-3.1-70B-Instruct"
 def test_what_to_type_repeats_what_was_asked(environ, overrides, words):
     call = calls.Call(invocation.read(environ), environ, overrides)
     plan = plan_for(environ.get("GPUS", CPU)).plan
-    given = planning.given_variables(call)
-    overriding = planning.override_variables(call)
-    assert next_command.start_command(plan, given, overriding) == words
+    assert next_command.start_command(plan, planning.given_variables(call)) == words
 
 
 def test_a_batch_of_the_users_that_may_not_fit_is_a_warning_and_one_of_ours_an_error(capsys):

@@ -64,7 +64,7 @@ def init(call: Call) -> list[str]:
     plan = fit.planned.plan
     gpus = f"{plan.ranks.world_size} x {plan.gpu}" if plan.gpu else "a CPU"
     header = [
-        " ".join(next_command.start_command(plan, {"CONFIG": str(path)}, {})),
+        " ".join(next_command.start_command(plan, {"CONFIG": str(path)})),
         f"Written by make init for {gpus}. Any number may be changed; auto chooses it again when a",
         "run is planned. docs/configuration.md lists all settings.",
     ]
@@ -205,7 +205,7 @@ def _told(path: Path, fit: Fit) -> list[str]:
     given = {"CONFIG": str(path)}
     commands: Iterable[list[str]] = (
         next_command.make_command("preview", given),
-        next_command.start_command(plan, given, {}),
+        next_command.start_command(plan, given),
     )
     return [
         f"wrote {path}",

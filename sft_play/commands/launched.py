@@ -11,10 +11,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from sft_play import stops
 from sft_play.commands.nodes import Wait, meet
@@ -168,17 +168,15 @@ class Meeting:
                 f"{ARRIVAL_SECONDS:.0f} s; start as many as LOCAL_WORLD_SIZE says"
             )
 
-    @contextlib.contextmanager
-    def closing(self) -> Iterator[None]:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, end: BaseException | None, __: object) -> None:
         """Tell the others how this process ended, if it did not become a worker."""
-        try:
-            yield
-        except BaseException as end:
+        if end is not None:
             code = end.code if isinstance(end, SystemExit) else int(ExitClass.UNEXPECTED)
             self._tell({"exit_code": code}, FAREWELL_SECONDS)
-            raise
-        finally:
-            self.socket.close()
+        self.socket.close()
 
     def _tell(self, answer: dict[str, str | int], seconds: float) -> int:
         """Send an answer to each that waits; return how many have not come."""

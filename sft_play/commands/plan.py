@@ -51,7 +51,7 @@ def plan_text(call: Call, planned: PlannedRun, as_json: bool) -> str:
         closed = report.phases_json(report.closed_form(plan)) if has_both else None
         facts = report.plan_json(plan, command, counts)
         return as_text({**facts, "accuracy": asdict(near), "closed_form": closed})
-    words = next_command.start_command(plan, given_variables(call), override_variables(call))
+    words = next_command.start_command(plan, given_variables(call))
     lines = report.lines(planned, command, words, trained) + accuracy.lines(near)
     if has_both:
         lines.append(report.closed_form_line(plan))
@@ -66,19 +66,14 @@ def work_or_reason(planned: PlannedRun) -> Workload | str:
     return workload(planned.config, planned.plan, counted)
 
 
-def given_variables(call: Call) -> dict[str, str]:
-    """Return every variable of the environment that means something to a run."""
+def given_variables(call: Call, *left_out: str) -> dict[str, str]:
+    """Return every variable that means something to a run, with those of --set, which win."""
     names = [*LAUNCH_VARIABLES, *sorted(env_name(path) for path in settings())]
-    return {name: call.environ[name] for name in names if call.environ.get(name)}
-
-
-def override_variables(call: Call) -> dict[str, str]:
-    """Return the words of --set as variables."""
-    variables = {}
+    variables = {name: call.environ[name] for name in names if call.environ.get(name)}
     for override in call.overrides:
         path, _, value = override.partition("=")
         variables[env_name(path.strip())] = value.strip()
-    return variables
+    return {name: value for name, value in variables.items() if name not in left_out}
 
 
 def refuse_what_does_not_fit(plan: RunPlan) -> None:

@@ -3,7 +3,6 @@
 Loads no torch, and leaves the runs alone.
 """
 
-import difflib
 import re
 import signal
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from sft_play.commands.call import Call, as_text, write_out
+from sft_play.config.messages import refuse
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.monitor.watch import frame, heading, pipe_line
 from sft_play.reporting.run_facts import RunFacts
@@ -66,31 +66,22 @@ def named_runs(call: Call, names: list[str]) -> list[RunFolder]:
     """
     given = names or call.environ.get("RUNS", "").replace(",", " ").split()
     wanted = list(dict.fromkeys(name for name in given if name))
-    known = [folder.name for folder in run_folders.listing(call.output_dir)]
     if not 2 <= len(wanted) <= MOST_RUNS:
+        known = [folder.name for folder in run_folders.listing(call.output_dir)]
+        latest = ", ".join(reversed(known[-NAMES_SHOWN:])) or "none; `make train` makes one"
         raise ConfigError(
             f"RUNS={','.join(wanted)}: name 2 to {MOST_RUNS} runs with commas between them, such "
-            f"as RUNS=a,b; {_known_runs(call, known)}"
+            f"as RUNS=a,b. The latest runs of {call.output_dir}: {latest}"
         )
     problems = []
     folders = []
     for name in wanted:
         try:
-            folders.append(run_folders.find(call.output_dir, name))
-        except EnvironmentFault:
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-            hint = f"did you mean {' or '.join(near)}?" if near else _known_runs(call, known)
-            problems.append(f"RUNS: no run is named {name}; {hint}")
-    if problems:
-        raise ConfigError("\n".join(problems))
+            folders.append(run_folders.find(call.output_dir, name, "RUNS"))
+        except EnvironmentFault as error:
+            problems.append(str(error))
+    refuse(problems)
     return folders
-
-
-def _known_runs(call: Call, known: list[str]) -> str:
-    if not known:
-        return f"{call.output_dir} holds no run yet; `make train` makes one"
-    latest = known[-NAMES_SHOWN:][::-1]
-    return f"the latest runs of {call.output_dir} are {', '.join(latest)}"
 
 
 def watch(call: Call, output: TextIO = sys.stdout) -> None:
@@ -115,15 +106,9 @@ def watch(call: Call, output: TextIO = sys.stdout) -> None:
 
 def chosen_run(call: Call) -> RunFolder:
     """Return the run to watch: of a run of several machines the folder of the first one."""
-    name = call.invocation.run
-    if name:
-        folder = run_folders.find(call.output_dir, name)
-        first = RunFolder(folder.path.with_name(OTHER_NODE.sub("", folder.name)))
-        return first if first.metrics.exists() else folder
-    run_folders.find(call.output_dir, None)  # raises if there is none
-    folders = run_folders.listing(call.output_dir)
-    firsts = [folder for folder in folders if not OTHER_NODE.search(folder.name)]
-    return (firsts or folders)[-1]
+    folder = run_folders.find(call.output_dir, call.invocation.run)
+    first = run_folders.named_run(folder.path.parent, OTHER_NODE.sub("", folder.name))
+    return first or folder
 
 
 def follow(run: RunFacts, output: TextIO) -> RunFacts:

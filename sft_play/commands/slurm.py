@@ -10,7 +10,6 @@ from pathlib import Path
 from sft_play.commands.call import Call, load_config, without_meeting, write_out
 from sft_play.commands.plan import (
     given_variables,
-    override_variables,
     plan_for_display,
     refuse_what_does_not_fit,
     run_stem,
@@ -171,11 +170,8 @@ def slurm(call: Call) -> str:
 def job_of(call: Call, planned: PlannedRun) -> SlurmJob:
     """Return what the script of a plan asks for."""
     plan = planned.plan
-    given, overrides = given_variables(call), override_variables(call)
-    for variables in (given, overrides):
-        for name in OF_SCRIPT:
-            variables.pop(name, None)
-    _, target, *words = next_command.start_command(plan, given, overrides)
+    given = given_variables(call, *OF_SCRIPT)
+    _, target, *words = next_command.start_command(plan, given)
     work = work_or_reason(planned)
     return SlurmJob(
         name=call.invocation.run or run_stem(load_config(call)),

@@ -26,7 +26,6 @@ from sft_play.commands.launched import Launched, start_ranks
 from sft_play.commands.nodes import Wait, meet
 from sft_play.commands.plan import (
     given_variables,
-    override_variables,
     refuse_what_does_not_fit,
     run_stem,
 )
@@ -219,15 +218,12 @@ def planned_report(folder: RunFolder) -> RunReport:
 
 def repeating_command(call: Call, plan: RunPlan, backend: str | None) -> str:
     """Return the make command that starts the same run again, under a new name."""
-    given = given_variables(call)
-    overrides = override_variables(call)
-    for variables in (given, overrides):
-        variables.pop(env_name("train.run_name"), None)  # the name is taken now
+    given = given_variables(call, env_name("train.run_name"))  # the name is taken now
     if backend:  # that of a target such as train-unsloth, which may have a config of its own
-        if env_name("train.resume_from") not in given | overrides:
+        if env_name("train.resume_from") not in given:
             given.setdefault("CONFIG", BACKENDS[backend].default_config)
         given[env_name("tuning.backend")] = backend
-    return " ".join(next_command.start_command(plan, given, overrides))
+    return " ".join(next_command.start_command(plan, given))
 
 
 def write_launcher_files(folder: RunFolder, planned: PlannedRun) -> None:
@@ -388,7 +384,6 @@ def run_launcher(folder: str, module: str, *words: str) -> None:
         begin()
         try:
             launcher.main()
-        except Exception:
-            if run.read_report().exit_class != ExitClass.STOPPED:
-                raise
-            sys.exit(int(ExitClass.STOPPED))  # the ranks' class, of which launchers make 1
+        finally:
+            if run.read_report().exit_class == ExitClass.STOPPED:
+                sys.exit(int(ExitClass.STOPPED))  # the ranks' class, of which launchers make 1

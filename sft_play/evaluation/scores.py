@@ -1,12 +1,13 @@
 """What an evaluation returns, and how its scores and answers are written. Pure."""
 
+import contextlib
 import importlib.util
 import inspect
 import json
 import math
 import unicodedata
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -141,17 +142,11 @@ def _by_function(metric: str, rows: Sequence[Answered]) -> list[float]:
     found = []
     for row in rows:
         given = (row.answer, row.expected, row.prompt) if takes_prompt else row[1:]
-        try:
+        answer = f"the answer {row.answer[:80]!r}"
+        with _as_config_error(f"train.metrics={metric} fails for {answer}"):
             value = float(function(*given))
-        except Exception as error:
-            raise ConfigError(
-                f"train.metrics={metric} fails: {type(error).__name__}: {first_line(error)}, "
-                f"for the answer {row.answer[:80]!r}"
-            ) from error
         if not math.isfinite(value):
-            raise ConfigError(
-                f"train.metrics={metric} says {value} for the answer {row.answer[:80]!r}"
-            )
+            raise ConfigError(f"train.metrics={metric} says {value} for {answer}")
         found.append(value)
     return found
 
@@ -164,13 +159,18 @@ def load_function(metric: str) -> Callable[..., Any]:
     spec = importlib.util.spec_from_file_location(f"metric_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "the config checks that it is Python"
     module = importlib.util.module_from_spec(spec)
-    try:
+    with _as_config_error(f"train.metrics={metric} cannot be loaded"):
         spec.loader.exec_module(module)
         return getattr(module, found["name"])
+
+
+@contextlib.contextmanager
+def _as_config_error(what: str) -> Iterator[None]:
+    """Raise ConfigError for whatever the user's code raises."""
+    try:
+        yield
     except Exception as error:
-        raise ConfigError(
-            f"train.metrics={metric} cannot be loaded: {type(error).__name__}: {first_line(error)}"
-        ) from error
+        raise ConfigError(f"{what}: {type(error).__name__}: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)

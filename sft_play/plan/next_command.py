@@ -48,13 +48,8 @@ def make_command(target: str, variables: Mapping[str, object]) -> list[str]:
     return words
 
 
-def start_command(
-    plan: RunPlan, given: Mapping[str, str], overrides: Mapping[str, str]
-) -> list[str]:
-    """Return the make command that starts a plan.
-
-    `given` are the variables of this call, and `overrides` those of --set, which win.
-    """
+def start_command(plan: RunPlan, given: Mapping[str, str]) -> list[str]:
+    """Return the make command that starts a plan, with the variables of this call."""
     target = TARGETS[plan.ranks.strategy]
     variables = {name: value for name, value in given.items() if name in READS[target]}
     if plan.deepspeed:
@@ -63,7 +58,7 @@ def start_command(
         variables["TRAIN_STRATEGY"] = plan.ranks.strategy
     if plan.ranks.strategy != "single":
         variables["NUM_GPUS"] = str(plan.ranks.per_node)
-    return make_command(target, {**variables, **overrides})
+    return make_command(target, variables)
 
 
 def does_not_fit(plan: RunPlan) -> OutOfMemory:

@@ -90,10 +90,8 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.write(data)
         sync(temporary)
         rename(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def share(folder: Path) -> None:

@@ -233,8 +233,8 @@ def stem_of(source: Path) -> str:
     return source.stem
 
 
-def find(output_dir: Path, run: str | None) -> RunFolder:
-    """Return the run named `run` (a name or a path), or the latest.
+def find(output_dir: Path, run: str | None, variable: str = "RUN") -> RunFolder:
+    """Return the run that a variable names (a name or a path), or the latest.
 
     Raises: EnvironmentFault when there is none.
     """
@@ -244,12 +244,12 @@ def find(output_dir: Path, run: str | None) -> RunFolder:
             return named
         if Path(run).is_dir():
             raise EnvironmentFault(
-                f"RUN={run}: that folder is no run, it has no plan.json; `make runs` lists the "
-                "runs, and make eval, infer and chat also take a model folder or an adapter"
+                f"{variable}={run}: that folder has no plan.json, so it is not a run. `make runs` "
+                "lists the runs; make eval, infer and chat also take a model folder or an adapter"
             )
         near = difflib.get_close_matches(run, [folder.name for folder in listing(output_dir)], n=1)
         hint = f"did you mean {near[0]}?" if near else "`make runs` lists the runs"
-        raise EnvironmentFault(f"RUN={run}: no such run in {output_dir}; {hint}")
+        raise EnvironmentFault(f"{variable}={run}: no such run in {output_dir}; {hint}")
     return _some_runs(output_dir)[-1]
 
 

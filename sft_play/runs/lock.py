@@ -45,7 +45,8 @@ def take(folder: Path, say: Callable[[str], None], has_ended: bool = False) -> N
     if folder in _held.values():
         return
     descriptor = _open(folder)
-    try:
+    with contextlib.ExitStack() as on_error:
+        on_error.callback(os.close, descriptor)
         has_lock = _lock(descriptor, fcntl.LOCK_EX)
         holder = read_holder(folder)
         own = ProcessId.read()
@@ -63,9 +64,7 @@ def take(folder: Path, say: Callable[[str], None], has_ended: bool = False) -> N
         sync(folder / NAME)
         if _lock(descriptor, fcntl.LOCK_SH) is False:  # another one came in between
             raise _refusal(folder, read_holder(folder))
-    except BaseException:
-        os.close(descriptor)
-        raise
+        on_error.pop_all()
     os.set_inheritable(descriptor, True)  # by the launcher that this process becomes
     _held[descriptor] = folder
 
