@@ -27,7 +27,7 @@ from sft_play.inference.chat import answer as answer_of
 from sft_play.inference.chat import question_of
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.export import export_run
-from sft_play.inference.load import load_run, updated
+from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.reporting.page import thumbnail, write_report
 from sft_play.runs.exports import ExportAsked, read_parity
@@ -294,7 +294,7 @@ def test_the_code_of_a_card_answers_about_a_picture(
     exec(code.replace("max_new_tokens=256", "max_new_tokens=4"), {})
     said = capsys.readouterr().out.strip()
     trained = load_run(
-        seen, "cpu", updated(seen.read_config(), "train", generation_max_new_tokens=4)
+        seen, "cpu", seen.read_config().changed({"train.generation_max_new_tokens": 4})
     )
     question = question_of(trained, "What is this?", ["picture.jpg"], "IMAGE")
     assert said == answer_of(trained, [question]).text

@@ -261,7 +261,7 @@ def table(trials: Sequence[Trial]) -> list[str]:
     """Return a line for each trial: settings, held-out scores, last step, minutes and status."""
     width = max(len(trial.settings) for trial in trials)
     reports = [trial.folder.read_report() for trial in trials]
-    found = [score.name for report in reports for score in recorded_scores(report.scores("after"))]
+    found = [name for report in reports for name in recorded_scores(report.scores("after"))]
     titles = {name: f"{title_of(name):>7}" for name in ["rougeL", *found]}
     head = f"{'loss':>8}  {'  '.join(titles.values())}  {'step':>6}  {'minutes':>7}  status"
     lines = [f"{'settings':<{width}}  {head}"]

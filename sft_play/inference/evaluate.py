@@ -28,7 +28,6 @@ from sft_play.inference.load import (
     joined,
     load_run,
     tokenizer_of,
-    updated,
 )
 from sft_play.models.export import read_stops, trained_stops
 from sft_play.models.parameters import dtype_name
@@ -125,7 +124,7 @@ def with_batch_size(trained: TrainedModel, rows: Split) -> TrainedModel:
     row_bytes = BYTES_OF_SCORE * vocab * int(max(rows.lengths))
     fitting = trained.process.min(free_bytes(trained.process)) // (2 * row_bytes)
     rows_at_once = max(1, min(MOST_ROWS, fitting))
-    config = updated(trained.config, "train", eval_batch_size=rows_at_once)
+    config = trained.config.changed({"train.eval_batch_size": rows_at_once})
     return replace(trained, config=config)
 
 
@@ -194,8 +193,8 @@ def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizer
     """
     data = sources.resolved(config.data)
     # the other files may be gone
-    data = data.model_copy(update={"train_path": None, "val_path": None})
-    config = config.model_copy(update={"data": data})
+    data = data.changed({"train_path": None, "val_path": None})
+    config = config.changed({"data": data})
     found = tokenize_sources(config, find_sources(config), tokenizer)
     trained_on: tuple[TokenizedSource, ...] = ()  # if the files are gone or not known
     if not isinstance(folder, ModelFolder):
@@ -235,7 +234,7 @@ def with_answer_limit(config: Config, rows: Split) -> Config:
     if train.generation_max_new_tokens != "auto":
         return config
     limit = answer_token_limit([rows], train.generation_max_rows, config.model.max_seq_len)
-    return updated(config, "train", generation_max_new_tokens=limit)
+    return config.changed({"train.generation_max_new_tokens": limit})
 
 
 def _free_name(folder: RunFolder, stem: str, path: Any) -> str:

@@ -33,7 +33,6 @@ from sft_play.inference.load import (
     checked_weights,
     load_run,
     tokenizer_of,
-    updated,
     without_rounding,
 )
 from sft_play.inference.merge import merge_run, merged_folder
@@ -224,7 +223,7 @@ def messages_of(
 def answered(trained: TrainedModel, prompt: list[int], messages: Messages | None) -> ParityRow:
     """Return a prompt with the model's greedy answer."""
     tokenizer = trained.tokenizer
-    greedy = replace(trained, config=updated(trained.config, "train", generation_num_beams=1))
+    greedy = replace(trained, config=trained.config.changed({"train.generation_num_beams": 1}))
     generator = greedy.generator(MOST_TOKENS)
     margins = Margins()
     ids = generator.generate(trained.model, [prompt], scored=margins)[0].tolist()

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -60,7 +59,7 @@ class TrainedModel:
 
     def generator(self, max_new_tokens: int) -> Generator:
         """Return what generates answers of at most so many tokens."""
-        config = updated(self.config, "train", generation_max_new_tokens=max_new_tokens)
+        config = self.config.changed({"train.generation_max_new_tokens": max_new_tokens})
         # transformers draws no tokens for several beams
         sampling = self.sampling if config.train.generation_num_beams == 1 else None
         return Generator(
@@ -121,15 +120,9 @@ class TrainedModel:
         return min(MAX_ANSWER_TOKENS, positions - prompt_tokens)
 
 
-def updated(config: Config, section: str, **values: Any) -> Config:
-    """Return a config with other values in one of its sections."""
-    changed = getattr(config, section).model_copy(update=values)
-    return config.model_copy(update={section: changed})
-
-
 def without_rounding(config: Config) -> Config:
     """Return a run's config for its weights as they are saved, in 16 bits."""
-    return updated(config, "train", deliver_as=None)
+    return config.changed({"train.deliver_as": None})
 
 
 def load_run(folder: RunFolder, device: str, config: Config | None = None) -> TrainedModel:
@@ -179,7 +172,7 @@ def with_attention_here(config: Config, process: Process) -> Config:
         "package flash-attn and 16 bits; computing with auto",
         asked,
     )
-    return updated(config, "model", attn_implementation="auto")
+    return config.changed({"model.attn_implementation": "auto"})
 
 
 def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
@@ -190,7 +183,7 @@ def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
     saved = config_of_weights(config, checked_weights(folder, config))
     if isinstance(folder, ModelFolder):
         name, revision = folder.tokenizer_source
-        saved = updated(saved, "model", name=name, revision=revision)
+        saved = saved.changed({"model.name": name, "model.revision": revision})
     return load_tokenizer(saved)
 
 
@@ -280,8 +273,8 @@ def config_of_weights(config: Config, weights: Path) -> Config:
 
     The chat template is then the one that was saved in that folder.
     """
-    saved = {"name": str(weights), "revision": None, "chat_template": None, "template_kwargs": {}}
-    return updated(config, "model", **saved)
+    values = {"name": str(weights), "revision": None, "chat_template": None, "template_kwargs": {}}
+    return config.changed({f"model.{name}": value for name, value in values.items()})
 
 
 def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> PreTrainedModel:

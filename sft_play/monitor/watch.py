@@ -130,7 +130,7 @@ def _loss_lines(run: RunFacts) -> Iterator[str]:
         yield from curve(losses, CURVE_WIDTH, CURVE_HEIGHT)
     names = dict.fromkeys(name for line in run.lines for name in line.values)
     for rows, title in (("eval", "validation rows"), ("test", "test rows")):
-        for name in ("loss", *(score.name for score in logged_scores(names, rows))):
+        for name in ("loss", *logged_scores(names, rows)):
             found = run.logged(f"{rows}_{name}")
             if found:
                 shown = [f"{value:.4f} at step {step}" for step, value in found[-3:]]
@@ -159,8 +159,7 @@ def pipe_line(run: RunFacts, line: MetricsLine) -> str | None:
     """Return a log in one line for a pipe; None for a line that logged no loss."""
     names = ["loss", "grad_norm", "learning_rate", "mfu"]
     for rows in ("eval", "test"):
-        scores = [score.name for score in logged_scores(line.values, rows)]
-        names += [f"{rows}_{name}" for name in ("loss", *scores)]
+        names += [f"{rows}_{name}" for name in ("loss", *logged_scores(line.values, rows))]
     facts = [f"{name}={line.values[name]:.4g}" for name in names if name in line.values]
     if line.time is None or not any("loss" in fact for fact in facts):
         return None
@@ -239,7 +238,7 @@ def _run_words(run: RunFacts) -> str:
     """Return status, steps and scores of a run, and how to resume it."""
     report = run.report
     after = report.scores("after")
-    words = [score.words() for score in recorded_scores(after)]
+    words = [f"{name}={score.words(3)}" for name, score in recorded_scores(after).items()]
     if "eval_loss" in after:
         words.insert(0, f"eval_loss={after['eval_loss']:.4f}")
     scores = " ".join(words)

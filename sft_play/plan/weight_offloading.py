@@ -52,8 +52,7 @@ def resident_first(loaded: LoadedConfig, has_idle_gpus: bool) -> list[LoadedConf
     """
     if loaded.config.train.weight_offloading != "auto":
         return [loaded]
-    train = loaded.config.train.model_copy(update={"weight_offloading": False})
-    resident = replace(loaded, config=loaded.config.model_copy(update={"train": train}))
+    resident = replace(loaded, config=loaded.config.changed({"train.weight_offloading": False}))
     return [resident] if has_idle_gpus else [resident, loaded]
 
 

@@ -8,8 +8,8 @@ from statistics import median
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.folder import listing
-from sft_play.runs.report import PhasePeaks
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,10 @@ def of_runs(output_dir: Path, device: str, gpu: str | None) -> Accuracy:
     speeds: list[float] = []
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     count = 0
-    for folder in listing(output_dir):
-        report = folder.read_report()
-        peak = report.peak_bytes
-        memory = report.memory or PhasePeaks()
+    for run in map(RunFacts.read, listing(output_dir)):
+        peak = run.report.peak_bytes
         try:
-            plan = read_plan(folder)
+            plan = read_plan(run.folder)
         except EnvironmentFault:  # written by another version
             continue
         if (plan.ranks.device, plan.gpu) != (device, gpu) or not (peak and peak.measured):
@@ -71,9 +69,9 @@ def of_runs(output_dir: Path, device: str, gpu: str | None) -> Accuracy:
         count += 1
         peaks += _ratio(peak.measured, peak.predicted)
         if plan.speed:
-            speeds += _ratio(report.tokens_per_second, plan.speed.tokens_per_second)
-        for name, ratios in phases.items():
-            ratios += _ratio(memory.measured.get(name), memory.predicted.get(name))
+            speeds += _ratio(run.report.tokens_per_second, plan.speed.tokens_per_second)
+        for each in run.memory:
+            phases[each.phase] += _ratio(each.measured, each.predicted)
     spreads = {name: Spread.of(ratios) for name, ratios in phases.items()}
     return Accuracy(
         gpu=gpu,

@@ -6,8 +6,9 @@ takes out what makes a row easy or hard for both models.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from sft_play.runs.report import Estimate
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,33 +21,6 @@ MIN_RESAMPLES = 200
 DRAWS_AT_A_TIME = 1_000_000
 MIN_ROWS = 10  # of fewer rows an interval says too little
 SEED = 0
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over rows with its interval, which is None for fewer than MIN_ROWS rows."""
-
-    mean: float
-    rows: int
-    low: float | None = None
-    high: float | None = None
-
-    def words(self, digits: int) -> str:
-        """Return `0.812 [0.790, 0.834]`, without the interval if there is none."""
-        if self.low is None or self.high is None:
-            return f"{self.mean:.{digits}f}"
-        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
-
-    def values(self, name: str) -> dict[str, float]:
-        """Return the mean and the ends of its interval, as metrics of this name are written."""
-        if self.low is None or self.high is None:
-            return {name: self.mean}
-        return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether 0 lies outside the interval, if this is a mean of differences."""
-        return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
 
 
 def estimate(values: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:

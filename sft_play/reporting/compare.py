@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass
 
 from sft_play.reporting import charts
 from sft_play.reporting.answers import LOSS, ROUGE_L, changed, title_of
-from sft_play.reporting.bootstrap import MIN_ROWS, Estimate
+from sft_play.reporting.bootstrap import MIN_ROWS
 from sft_play.reporting.page import count, gib, render, seconds
 from sft_play.reporting.run_facts import OF_THE_FOLDER, RunFacts
 from sft_play.reporting.verdict import Score
 from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import Estimate
 
 AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
 
@@ -38,12 +39,11 @@ class ScoreDifference:
     @property
     def sentence(self) -> str:
         """Return the difference in words."""
-        score, difference = self.score, self.score.difference
+        score = self.score
         start = f"{self.run} against {self.first}: {score.name} {score.change:+.3f}"
-        if difference is None or difference.low is None:
+        if score.difference is None or not score.difference.interval:
             return f"{start}: {score.outcome}, by the means alone"
-        interval = f"95 % interval {difference.low:+.3f} to {difference.high:+.3f}"
-        return f"{start} ({interval} over {difference.rows} rows): {score.outcome}"
+        return f"{start} ({score.difference.interval}): {score.outcome}"
 
 
 @dataclass(frozen=True)

@@ -21,13 +21,12 @@ from sft_play.plan.devices import GIB
 from sft_play.plan.memory import PHASES
 from sft_play.reporting import answers
 from sft_play.reporting.answers import OF_SOURCE, Answer, AnsweredRow, Evaluation, is_loss
-from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.verdict import Score, Verdict, verdict
 from sft_play.runs import metrics
 from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import GpuSample, MetricsLine, NewLines
-from sft_play.runs.report import GOING_ON, LengthHistogram, RunReport
+from sft_play.runs.report import GOING_ON, Estimate, LengthHistogram, RunReport
 from sft_play.runs.resumed import VALUE_LENGTH, AskedRun, AskedSetting
 
 State = Literal["passed", "failed", "look"]  # look: no error, and worth a look

@@ -5,10 +5,9 @@ from typing import Literal
 
 from sft_play.errors import ExitClass
 from sft_play.plan.next_command import TARGETS, make_command
-from sft_play.reporting.bootstrap import Estimate
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import RunReport
+from sft_play.runs.report import Estimate, RunReport
 
 Outcome = Literal["better", "worse", "no clear difference"]
 Tone = Literal["good", "bad", "open"]
@@ -120,7 +119,6 @@ def score_sentence(score: Score) -> str:
     if after == before:
         moved = f"stayed at {after:.3f}"
     change = score.difference
-    if change is not None and change.low is not None:
-        interval = f"95 % interval {change.low:+.3f} to {change.high:+.3f}"
-        moved += f", by {change.mean:+.3f} ({interval} over {change.rows} rows)"
+    if change is not None and change.interval:
+        moved += f", by {change.mean:+.3f} ({change.interval})"
     return f"{score.name} {moved}: {score.outcome}."

@@ -27,6 +27,41 @@ BOUNDS = ("_low", "_high")
 
 
 @dataclass(frozen=True)
+class Estimate:
+    """A mean over rows with its 95 % interval, which is None for a few rows."""
+
+    mean: float
+    rows: int
+    low: float | None = None
+    high: float | None = None
+
+    def words(self, digits: int) -> str:
+        """Return `0.812 [0.790, 0.834]`, without the interval if there is none."""
+        mean = f"{self.mean:.{digits}f}"
+        if self.low is None:
+            return mean
+        return f"{mean} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return the mean and the ends of its interval, as metrics of this name are written."""
+        bounds = zip(BOUNDS, (self.low, self.high), strict=True)
+        known = {f"{name}{end}": bound for end, bound in bounds if bound is not None}
+        return {name: self.mean, **known}
+
+    @property
+    def interval(self) -> str:
+        """The interval of a difference in words, "" if there is none."""
+        if self.low is None:
+            return ""
+        return f"95 % interval {self.low:+.3f} to {self.high:+.3f} over {self.rows} rows"
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether 0 is outside the interval, if this is a mean of differences."""
+        return self.low is not None and not self.low <= 0 <= self.high
+
+
+@dataclass(frozen=True)
 class PeakBytes:
     """The peak of a run on its fullest rank; None until it was measured."""
 
@@ -95,9 +130,9 @@ class LoggedStep:
         values = {name: entry[name] for name in names if name in entry}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         others = {
-            score.name: score.mean
-            for score in logged_scores(entry, "eval")
-            if score.name != "rougeL" and math.isfinite(score.mean)
+            name: score
+            for name, score in logged_scores(entry, "eval").items()
+            if name != "rougeL" and math.isfinite(score)
         }
         if others:
             finite["eval_scores"] = others
@@ -267,35 +302,19 @@ def _adapter() -> TypeAdapter[RunReport]:
     return TypeAdapter(RunReport)
 
 
-@dataclass(frozen=True)
-class RecordedScore:
-    """A score as run.json has it; `low` and `high` are None for a few rows."""
-
-    name: str  # rougeL, or one of train.metrics
-    mean: float
-    low: float | None
-    high: float | None
-
-    def words(self) -> str:
-        """Return `rougeL=0.812 [0.790, 0.834]`."""
-        text = f"{self.name}={self.mean:.3f}"
-        if self.low is None or self.high is None:
-            return text
-        return f"{text} [{self.low:.3f}, {self.high:.3f}]"
-
-
-def recorded_scores(metrics: Mapping[str, float]) -> list[RecordedScore]:
-    """Return the scores of answers in `metrics`, ROUGE-L first, then by name."""
-    # a function of the user's may be called so, too
+def recorded_scores(metrics: Mapping[str, float]) -> dict[str, Estimate]:
+    """Return the scores of answers in `metrics` by name, ROUGE-L first."""
+    # a user-defined function may have such a name, too
     bounds = {f"{name}{end}" for name in metrics for end in BOUNDS}
     names = [
         name for name in metrics if name not in NO_SCORES | bounds and not name.endswith("_loss")
     ]
-    names.sort(key=lambda name: (name != "rougeL", name))
-    return [
-        RecordedScore(name, metrics[name], *(metrics.get(f"{name}{end}") for end in BOUNDS))
-        for name in names
-    ]
+    found = {}
+    for name in sorted(names, key=lambda name: (name != "rougeL", name)):
+        interval = [metrics.get(f"{name}{end}") for end in BOUNDS]
+        known = [] if None in interval else interval
+        found[name] = Estimate(metrics[name], metrics.get("answers") or 0, *known)
+    return found
 
 
 def logged_losses(logged: Mapping[str, float], rows: str) -> dict[str, float]:
@@ -304,8 +323,8 @@ def logged_losses(logged: Mapping[str, float], rows: str) -> dict[str, float]:
     return {match[1]: logged[name] for name, match in found.items() if match}
 
 
-def logged_scores(logged: Mapping[str, float], rows: str) -> list[RecordedScore]:
+def logged_scores(logged: Mapping[str, float], rows: str) -> dict[str, float]:
     """Return the scores of answers that a run logged as `<rows>_<name>`; `rows` is eval or test."""
     start = f"{rows}_"
     found = {name.removeprefix(start): logged[name] for name in logged if name.startswith(start)}
-    return recorded_scores(found)
+    return {name: score.mean for name, score in recorded_scores(found).items()}

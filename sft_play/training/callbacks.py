@@ -171,7 +171,7 @@ class Progress(TrainerCallback):
             return
         names = ["loss", "grad_norm", "learning_rate", "eval_loss"]
         names += [f"eval_{name}_loss" for name in logged_losses(logs, "eval")]
-        names += [f"eval_{score.name}" for score in logged_scores(logs, "eval")]
+        names += [f"eval_{name}" for name in logged_scores(logs, "eval")]
         facts = " ".join(f"{name}={logs[name]:.4g}" for name in names if name in logs)
         if "tokens_per_second" in logs:
             facts += f" tokens_per_second={logs['tokens_per_second']:.0f}"

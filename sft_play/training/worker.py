@@ -167,8 +167,7 @@ def load_weights(
     """
     config, plan = context.config, context.plan
     if checkpoint is not None and plan.step.divides_training:
-        changed = {"name": str(checkpoint), "revision": None}
-        config = config.model_copy(update={"model": config.model.model_copy(update=changed)})
+        config = config.changed({"model.name": str(checkpoint), "model.revision": None})
     runtime.allow_tf32(context.process)
     if context.process.is_main:
         log_large_weights(context)
