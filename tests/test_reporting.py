@@ -21,7 +21,7 @@ from sft_play.reporting.answers import ROWS_SHOWN, TEXT_LENGTH
 from sft_play.reporting.page import report_page, write_report, write_report_or_warn
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import read_json, write_text
-from sft_play.runs.report import Check, Estimate, LengthHistogram, LoggedStep, RunReport
+from sft_play.runs.report import Check, LengthHistogram, LoggedStep, RunReport
 
 HOSTILE = "<script>document.title='owned'</script></pre><img src=x onerror=alert(1)> & \"q\" 'so'"
 
@@ -155,7 +155,7 @@ def test_every_metric_of_a_run_is_in_its_report_with_intervals(tmp_path):
     assert list(scores) == ["loss", "ROUGE-L", "bleu", "exact_match"]
     assert scores["exact_match"].outcome == "better"
     assert scores["exact_match"].difference.low > 0.2
-    assert scores["bleu"].after == Estimate(25.0, 20, 20.0, 31.0)
+    assert scores["bleu"].after == bootstrap.Estimate(25.0, 20, 20.0, 31.0)
     assert scores["bleu"].difference is None
     words = Page(report_page(RunFacts.read(folder))).words
     assert "exact_match (20 rows)" in words and "25.000 (20.000 to 31.000)" in words
@@ -296,8 +296,8 @@ def test_pairs_find_a_difference_that_is_hidden_between_rows():
     before = [number / 50 for number in range(50)]
     after = [score + 0.02 for score in before]
     difference = bootstrap.paired_difference(before, after)
-    assert difference.is_significant and difference.mean == pytest.approx(0.02)
-    assert not bootstrap.paired_difference(before, before[::-1]).is_significant
+    assert not difference.includes_zero and difference.mean == pytest.approx(0.02)
+    assert bootstrap.paired_difference(before, before[::-1]).includes_zero
 
 
 def test_few_rows_have_no_interval_and_weights_count():

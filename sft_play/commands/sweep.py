@@ -26,7 +26,7 @@ from sft_play.errors import ConfigError, EnvironmentFault, StoppedOnRequest
 from sft_play.reporting.answers import title_of
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import GOING_ON, recorded_scores
+from sft_play.runs.report import GOING_ON, score_names
 from sft_play.runs.resumed import AskedRun
 from sft_play.stops import StopSignals
 
@@ -261,7 +261,7 @@ def table(trials: Sequence[Trial]) -> list[str]:
     """Return a line for each trial: settings, held-out scores, last step, minutes and status."""
     width = max(len(trial.settings) for trial in trials)
     reports = [trial.folder.read_report() for trial in trials]
-    found = [name for report in reports for name in recorded_scores(report.scores("after"))]
+    found = [name for report in reports for name in score_names(report.scores("after"))]
     titles = {name: f"{title_of(name):>7}" for name in ["rougeL", *found]}
     head = f"{'loss':>8}  {'  '.join(titles.values())}  {'step':>6}  {'minutes':>7}  status"
     lines = [f"{'settings':<{width}}  {head}"]

@@ -16,9 +16,8 @@ from sft_play.config.metrics import FUNCTION, OF_SACREBLEU, SCHEMA, score_name
 from sft_play.data.store import Split
 from sft_play.errors import ConfigError, first_line
 from sft_play.evaluation.generate import Answer
-from sft_play.reporting.bootstrap import MIN_ROWS, estimate, resampled
+from sft_play.reporting.bootstrap import MIN_ROWS, Estimate, estimate, resampled
 from sft_play.runs.files import json_line
-from sft_play.runs.report import Estimate
 
 CORPUS_RESAMPLES = 200  # each scores all answers again
 

@@ -13,11 +13,12 @@ from statistics import fmean
 
 from sft_play.plan.devices import GIB
 from sft_play.progress import duration, in_short
+from sft_play.reporting.bootstrap import recorded_scores
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import Json
 from sft_play.runs.folder import listing
 from sft_play.runs.metrics import MetricsLine
-from sft_play.runs.report import logged_scores, recorded_scores
+from sft_play.runs.report import logged_scores
 
 CURVE_WIDTH = 60
 CURVE_HEIGHT = 5

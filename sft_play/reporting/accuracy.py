@@ -72,12 +72,11 @@ def of_runs(output_dir: Path, device: str, gpu: str | None) -> Accuracy:
             speeds += _ratio(run.report.tokens_per_second, plan.speed.tokens_per_second)
         for each in run.memory:
             phases[each.phase] += _ratio(each.measured, each.predicted)
-    spreads = {name: Spread.of(ratios) for name, ratios in phases.items()}
     return Accuracy(
         gpu=gpu,
         runs=count,
         peak=Spread.of(peaks),
-        phases={name: spread for name, spread in spreads.items() if spread},
+        phases={name: Spread.of(ratios) for name, ratios in phases.items() if ratios},
         tokens_per_second=Spread.of(speeds),
     )
 

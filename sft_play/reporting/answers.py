@@ -9,10 +9,11 @@ from typing import Self
 
 from sft_play.data.rows import make_visible
 from sft_play.reporting import bootstrap
+from sft_play.reporting.bootstrap import Estimate, recorded_scores
 from sft_play.reporting.verdict import Score
 from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import Estimate, RunReport, logged_losses, recorded_scores
+from sft_play.runs.report import RunReport, logged_losses
 
 ROWS_SHOWN = 8  # of the most improved, and of the most worsened
 IMAGES_SHOWN = 4  # of a row
@@ -123,7 +124,7 @@ class Evaluation:
         for name, mean in logged_losses(metrics, "eval").items():
             of_source = [row for row in losses if row.source == name]
             scores[OF_SOURCE + name] = _measured_loss(Estimate(mean, samples), of_source)
-        recorded = recorded_scores(metrics)
+        recorded = recorded_scores(metrics, len(answers))
         for name in recorded | {name: None for each in answers for name in each.scores}:
             scores[title_of(name)] = _measured_answers(name, recorded.get(name), answers)
         return cls(answers, scores)
@@ -224,5 +225,4 @@ def _measured_answers(name: str, recorded: Estimate | None, answers: Sequence[An
     is_mean = 0 < len(answers) == len(values)
     if is_mean and name != "rougeL":  # which need not be exact in folders written by hand
         is_mean = math.isclose(math.fsum(values) / len(values), recorded.mean, abs_tol=ROUNDING)
-    recorded = replace(recorded, rows=len(answers))
     return Measured(recorded, is_mean, rows, values, weights)

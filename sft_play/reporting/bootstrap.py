@@ -5,10 +5,11 @@ Rows are drawn again with replacement, many times; the interval holds the middle
 takes out what makes a row easy or hard for both models.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sft_play.runs.report import Estimate
+from sft_play.runs.report import BOUNDS, score_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +22,51 @@ MIN_RESAMPLES = 200
 DRAWS_AT_A_TIME = 1_000_000
 MIN_ROWS = 10  # of fewer rows an interval says too little
 SEED = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over rows with its 95 % interval, which is None for a few rows."""
+
+    mean: float
+    rows: int
+    low: float | None = None
+    high: float | None = None
+
+    def words(self, digits: int) -> str:
+        """Return `0.812 [0.790, 0.834]`, without the interval if there is none."""
+        mean = f"{self.mean:.{digits}f}"
+        if self.low is None:
+            return mean
+        return f"{mean} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+    def values(self, name: str) -> dict[str, float]:
+        """Return the mean and the ends of its interval, as metrics of this name are written."""
+        if self.low is None:
+            return {name: self.mean}
+        return {name: self.mean, f"{name}_low": self.low, f"{name}_high": self.high}
+
+    @property
+    def interval(self) -> str:
+        """The interval of a difference in words, "" if there is none."""
+        if self.low is None:
+            return ""
+        return f"95 % interval {self.low:+.3f} to {self.high:+.3f} over {self.rows} rows"
+
+    @property
+    def includes_zero(self) -> bool:
+        """Whether 0 is in the interval, so that a mean of differences may be chance."""
+        return self.low is not None and self.low <= 0 <= self.high
+
+
+def recorded_scores(metrics: Mapping[str, float], rows: int = 0) -> dict[str, Estimate]:
+    """Return the scores of answers to so many rows in metrics of run.json, ROUGE-L first."""
+    found = {}
+    for name in score_names(metrics):
+        interval = [metrics.get(f"{name}{end}") for end in BOUNDS]
+        known = [] if None in interval else interval
+        found[name] = Estimate(metrics[name], rows, *known)
+    return found
 
 
 def estimate(values: Sequence[float], weights: Sequence[float] | None = None) -> Estimate:

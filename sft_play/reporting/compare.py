@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 
 from sft_play.reporting import charts
 from sft_play.reporting.answers import LOSS, ROUGE_L, changed, title_of
-from sft_play.reporting.bootstrap import MIN_ROWS
+from sft_play.reporting.bootstrap import MIN_ROWS, Estimate
 from sft_play.reporting.page import count, gib, render, seconds
 from sft_play.reporting.run_facts import OF_THE_FOLDER, RunFacts
 from sft_play.reporting.verdict import Score
 from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import Estimate
 
 AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
 

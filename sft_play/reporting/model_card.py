@@ -70,8 +70,8 @@ def chosen_settings(facts: RunFacts) -> list[UsedSetting]:
     chosen = []
     for setting in sorted(facts.settings, key=attrgetter("name")):
         if setting.is_chosen and setting.name not in OF_THE_FOLDER:
-            first, *others = setting.origin.split(" ")
-            origin = " ".join([public_name(first), *others])
+            source, space, rest = setting.origin.partition(" ")
+            origin = f"{public_name(source)}{space}{rest}"
             value = public_name(setting.value) if setting.name in PLACES else setting.value
             chosen.append(replace(setting, value=value, origin=origin))
     return chosen

@@ -21,12 +21,13 @@ from sft_play.plan.devices import GIB
 from sft_play.plan.memory import PHASES
 from sft_play.reporting import answers
 from sft_play.reporting.answers import OF_SOURCE, Answer, AnsweredRow, Evaluation, is_loss
+from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.verdict import Score, Verdict, verdict
 from sft_play.runs import metrics
 from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import GpuSample, MetricsLine, NewLines
-from sft_play.runs.report import GOING_ON, Estimate, LengthHistogram, RunReport
+from sft_play.runs.report import GOING_ON, LengthHistogram, RunReport
 from sft_play.runs.resumed import VALUE_LENGTH, AskedRun, AskedSetting
 
 State = Literal["passed", "failed", "look"]  # look: no error, and worth a look
@@ -246,7 +247,29 @@ class RunFacts:
     @property
     def checks(self) -> list[ShownCheck]:
         """The checks that the run made, in order, and those that its numbers allow."""
-        return list(_shown_checks(self.report, self.after.answers))
+        return list(self._shown_checks())
+
+    def _shown_checks(self) -> Iterator[ShownCheck]:
+        report = self.report
+        for check in report.checks or []:
+            yield _judged(check.name, check.passed, check.found, "failed")
+        yield from _row_checks(report.rows("train"))
+        is_finite = report.exit_class != ExitClass.DIVERGED
+        if report.history or not is_finite:
+            found = f"{len(report.history)} logs" if is_finite else report.cause_line
+            yield _judged(
+                "loss, gradient norm and weights stayed finite", is_finite, found, "failed"
+            )
+        if report.measured_peak is not None:
+            measured, predicted = report.measured_peak, report.peak_bytes.predicted
+            found = f"measured {measured / GIB:.2f} GiB, predicted {predicted / GIB:.2f} GiB"
+            is_planned = measured <= MOST_ABOVE * predicted
+            yield _judged("peak memory is no larger than planned", is_planned, found)
+        known = [answer.was_cut for answer in self.after.answers if answer.was_cut is not None]
+        if known:
+            found = f"{sum(known)} of {len(known)} answers reached train.generation_max_new_tokens"
+            is_ended = sum(known) <= MOST_CUT * len(known)
+            yield _judged("answers end by themselves", is_ended, found)
 
     # config.yaml and asked.json
 
@@ -353,27 +376,6 @@ def _in_order(by_split: dict[str, T]) -> dict[str, T]:
     return {split: by_split[split] for split in SPLITS if split in by_split}
 
 
-def _shown_checks(report: RunReport, after: Sequence[Answer]) -> Iterator[ShownCheck]:
-    for check in report.checks or []:
-        yield ShownCheck(check.name, "passed" if check.passed else "failed", check.found)
-    yield from _row_checks(report.rows("train"))
-    finite = "loss, gradient norm and weights stayed finite"
-    if report.exit_class == ExitClass.DIVERGED:
-        yield ShownCheck(finite, "failed", report.cause_line)
-    elif report.history:
-        yield ShownCheck(finite, "passed", f"{len(report.history)} logs")
-    peak = report.peak_bytes
-    if peak is not None and peak.measured is not None:
-        is_planned = peak.measured <= MOST_ABOVE * peak.predicted
-        found = f"measured {peak.measured / GIB:.2f} GiB, predicted {peak.predicted / GIB:.2f} GiB"
-        yield _judged("peak memory is no larger than planned", is_planned, found)
-    known = [answer.was_cut for answer in after if answer.was_cut is not None]
-    if known:
-        found = f"{sum(known)} of {len(known)} answers reached train.generation_max_new_tokens"
-        is_ended = sum(known) <= MOST_CUT * len(known)
-        yield _judged("answers end by themselves", is_ended, found)
-
-
 def _row_checks(train: Json) -> Iterator[ShownCheck]:
     """Yield what the ledger of the training rows says of evaluation rows and lost tokens."""
     if train.get("overlap") is not None:
@@ -391,5 +393,7 @@ def _row_checks(train: Json) -> Iterator[ShownCheck]:
         yield _judged("no token with loss is over model.max_seq_len", not lost, found)
 
 
-def _judged(name: str, is_as_it_should_be: bool, found: str) -> ShownCheck:
-    return ShownCheck(name, "passed" if is_as_it_should_be else "look", found)
+def _judged(
+    name: str, is_as_it_should_be: bool, found: str | None, otherwise: State = "look"
+) -> ShownCheck:
+    return ShownCheck(name, "passed" if is_as_it_should_be else otherwise, found)

@@ -5,9 +5,10 @@ from typing import Literal
 
 from sft_play.errors import ExitClass
 from sft_play.plan.next_command import TARGETS, make_command
+from sft_play.reporting.bootstrap import Estimate
 from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import Estimate, RunReport
+from sft_play.runs.report import RunReport
 
 Outcome = Literal["better", "worse", "no clear difference"]
 Tone = Literal["good", "bad", "open"]
@@ -38,8 +39,7 @@ class Score:
         change = self.change
         if change is None:
             return None
-        tested = self.difference is not None and self.difference.low is not None
-        if change == 0 or (tested and not self.difference.is_significant):
+        if change == 0 or (self.difference is not None and self.difference.includes_zero):
             return "no clear difference"
         return "better" if (change > 0) == self.higher_is_better else "worse"
 
@@ -64,7 +64,7 @@ def verdict(folder: RunFolder, report: RunReport, scores: list[Score]) -> Verdic
             reasons.append(f"Warning: {report.warning}")
         tone, headline = _tone_and_headline(scores)
         return Verdict(tone, headline, reasons, f"make chat RUN={folder.name}")
-    cause = report.cause.splitlines() if report.cause else []
+    cause = (report.cause or "").splitlines()
     if report.status == "stopped":
         headline = f"Stopped on request at step {report.global_step or 0}"
         return Verdict("open", headline, cause, resume_command(folder, report))

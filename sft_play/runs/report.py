@@ -3,7 +3,7 @@
 import math
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import Any
@@ -24,41 +24,6 @@ NO_SCORES = frozenset(
     """.split()
 )
 BOUNDS = ("_low", "_high")
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over rows with its 95 % interval, which is None for a few rows."""
-
-    mean: float
-    rows: int
-    low: float | None = None
-    high: float | None = None
-
-    def words(self, digits: int) -> str:
-        """Return `0.812 [0.790, 0.834]`, without the interval if there is none."""
-        mean = f"{self.mean:.{digits}f}"
-        if self.low is None:
-            return mean
-        return f"{mean} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
-
-    def values(self, name: str) -> dict[str, float]:
-        """Return the mean and the ends of its interval, as metrics of this name are written."""
-        bounds = zip(BOUNDS, (self.low, self.high), strict=True)
-        known = {f"{name}{end}": bound for end, bound in bounds if bound is not None}
-        return {name: self.mean, **known}
-
-    @property
-    def interval(self) -> str:
-        """The interval of a difference in words, "" if there is none."""
-        if self.low is None:
-            return ""
-        return f"95 % interval {self.low:+.3f} to {self.high:+.3f} over {self.rows} rows"
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether 0 is outside the interval, if this is a mean of differences."""
-        return self.low is not None and not self.low <= 0 <= self.high
 
 
 @dataclass(frozen=True)
@@ -302,19 +267,14 @@ def _adapter() -> TypeAdapter[RunReport]:
     return TypeAdapter(RunReport)
 
 
-def recorded_scores(metrics: Mapping[str, float]) -> dict[str, Estimate]:
-    """Return the scores of answers in `metrics` by name, ROUGE-L first."""
+def score_names(metrics: Iterable[str]) -> list[str]:
+    """Return the names of scores of answers among those of `metrics`, ROUGE-L first."""
     # a user-defined function may have such a name, too
     bounds = {f"{name}{end}" for name in metrics for end in BOUNDS}
     names = [
         name for name in metrics if name not in NO_SCORES | bounds and not name.endswith("_loss")
     ]
-    found = {}
-    for name in sorted(names, key=lambda name: (name != "rougeL", name)):
-        interval = [metrics.get(f"{name}{end}") for end in BOUNDS]
-        known = [] if None in interval else interval
-        found[name] = Estimate(metrics[name], metrics.get("answers") or 0, *known)
-    return found
+    return sorted(names, key=lambda name: (name != "rougeL", name))
 
 
 def logged_losses(logged: Mapping[str, float], rows: str) -> dict[str, float]:
@@ -327,4 +287,4 @@ def logged_scores(logged: Mapping[str, float], rows: str) -> dict[str, float]:
     """Return the scores of answers that a run logged as `<rows>_<name>`; `rows` is eval or test."""
     start = f"{rows}_"
     found = {name.removeprefix(start): logged[name] for name in logged if name.startswith(start)}
-    return {name: score.mean for name, score in recorded_scores(found).items()}
+    return {name: found[name] for name in score_names(found)}
