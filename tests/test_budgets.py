@@ -47,10 +47,10 @@ TOKENS = {
     "plan": 48_640,
     "reporting": 10_780,
     "runs": 14_980,
-    "training": 46_710,
+    "training": 46_960,
 }
 FILES = 342
-FUNCTIONS = 4_035
+FUNCTIONS = 4_039
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

@@ -19,7 +19,13 @@ from sft_play.plan.launch import free_port
 from sft_play.plan.workload import checkpoint_bytes, run_bytes
 from sft_play.runs.folder import RunFolder
 from sft_play.training import preflight
-from sft_play.training.preflight import Collectives, RankFacts, machine_lines, refuse_little_memory
+from sft_play.training.preflight import (
+    Collectives,
+    HostLink,
+    RankFacts,
+    machine_lines,
+    refuse_little_memory,
+)
 
 SHORT = {"train.max_steps": 1, "train.predict_with_generate": False, "train.probe": False}
 HOST = socket.gethostname()
@@ -210,3 +216,10 @@ def test_workers_whose_batches_do_not_fit_into_shared_memory_are_refused(
     assert "MiB of /dev/shm are free, and batches of 2 workers take" in cause
     assert cause.endswith("or set TRAIN_DATALOADER_NUM_WORKERS=0")
     assert run_worker(plan_run({"train.max_steps": 1})) == 0
+
+
+def test_slow_copies_from_host_memory_are_named_with_what_the_plan_assumes():
+    usual = "weights in host memory: copied to the GPU at 50.0 GB/s"
+    assert str(HostLink(50e9, 54.9e9)) == str(HostLink(50e9, None)) == usual
+    slow = str(HostLink(12.5e9, 54.9e9))
+    assert "at 12.5 GB/s, slow: the plan assumes 54.9; see nvidia-smi" in slow

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -54,6 +55,8 @@ BYTES_PER_TOKEN = 40  # ids, labels, positions and masks
 SUMMED_BYTES = 64 << 20  # enough that a ring is limited by its links
 REPEATS = 5
 SLOW_SHARE = 0.25  # of what such links reach, below which something is wrong with them
+COPIED_BYTES = 256 << 20  # as a layer of frozen weights
+SLOW_HOST_SHARE = 0.7  # of what the plan assumes of copies from host memory
 SAME_VERSIONS = "install the same on all machines (make install), of the same commit"
 SAME_FILES = "all machines need the same files; copy them, or read them from a shared disk"
 SAME_SETTINGS = (
@@ -111,6 +114,25 @@ class Collectives:
         return words
 
 
+@dataclass(frozen=True)
+class HostLink:
+    """How fast each GPU copies from pinned host memory while all of them do."""
+
+    bytes_per_second: float
+    expected: float | None  # what the plan assumes, if the card is known
+
+    def __str__(self) -> str:
+        rate = f"{self.bytes_per_second / 1e9:.1f} GB/s"
+        text = f"weights in host memory: copied to the GPU at {rate}"
+        if self.expected and self.bytes_per_second < SLOW_HOST_SHARE * self.expected:
+            text += (
+                f", slow: the plan assumes {self.expected / 1e9:.1f}; see nvidia-smi "
+                "--query-gpu=pcie.link.gen.max,pcie.link.width.current --format=csv, and set "
+                "TRAIN_BATCH_SIZE higher if steps wait for copies"
+            )
+        return text
+
+
 def preflight(
     context: RunContext,
     run_stamp: stamp.Stamp,
@@ -139,6 +161,10 @@ def preflight(
     refuse_little_disk(ranks, run_bytes(context.plan.step, context.config.train, samples))
     if process.is_main and collectives is not None:
         logger.info("%s", "\n".join(machine_lines(ranks, collectives)))
+    if context.plan.step.offloaded_weight_layers and process.is_gpu:
+        link = measure_host_link(process)
+        if process.is_main:
+            logger.info("%s", link)
     if context.plan.deepspeed is not None:
         prepare_deepspeed(context.plan, process)
 
@@ -319,9 +345,35 @@ def measure_collectives(process: Process) -> Collectives:
         return Collectives(process.world_size, None, None)
     rate = int(_bytes_per_second(process))
     slowest = process.min(rate)
-    card = cards.card_of((torch.cuda.get_device_name(process.device),))
+    card = _card_of(process)
     expected = LINK_SHARE * card.link_bytes if card else None
     return Collectives(process.world_size, slowest, expected)
+
+
+def measure_host_link(process: Process) -> HostLink:
+    """Copy from pinned host memory on all GPUs at once. Every rank must call it."""
+    on_host = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
+    on_gpu = torch.empty_like(on_host, device=process.device)
+    process.gather(None)  # all ranks copy at the same time
+    seconds = _seconds_each(process, partial(on_gpu.copy_, on_host, non_blocking=True))
+    slowest = process.min(int(COPIED_BYTES / seconds))
+    card = _card_of(process)
+    return HostLink(slowest, card.host_link_bytes if card else None)
+
+
+def _card_of(process: Process) -> cards.Card | None:
+    return cards.card_of((torch.cuda.get_device_name(process.device),))
+
+
+def _seconds_each(process: Process, queue: Callable[[], object]) -> float:
+    """Return the seconds that each of REPEATS pieces of GPU work takes, after a first one."""
+    queue()  # sets up what it needs
+    torch.cuda.synchronize(process.device)
+    started = time.perf_counter()
+    for _ in range(REPEATS):
+        queue()
+    torch.cuda.synchronize(process.device)
+    return (time.perf_counter() - started) / REPEATS
 
 
 def check_sum(process: Process) -> None:
@@ -347,13 +399,7 @@ def _bytes_per_second(process: Process) -> float:
     2 (N - 1) / N of the summed bytes (Patarasuk and Yuan 2009).
     """
     summed = torch.zeros(SUMMED_BYTES // 4, device=process.device)
-    distributed.all_reduce(summed)  # the first one sets up the links
-    torch.cuda.synchronize(process.device)
-    started = time.perf_counter()
-    for _ in range(REPEATS):
-        distributed.all_reduce(summed)
-    torch.cuda.synchronize(process.device)
-    seconds = (time.perf_counter() - started) / REPEATS
+    seconds = _seconds_each(process, partial(distributed.all_reduce, summed))
     del summed
     torch.cuda.empty_cache()
     ranks = process.world_size
