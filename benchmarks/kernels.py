@@ -91,7 +91,7 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
         "adapter gradients": [(linear_products, "fit_one_pass", lambda *_: False)],
         "adapter copies": [
             (lora.AdapterCopies, "__call__", lambda *_: None),
-            *((group, "copies", None) for group in groups),
+            *((group.bind(), "copies", ()) for group in groups if group.bind()),
         ],
         "4-bit unpack": [(linear_products, "unpack", unpack)],
         "4-bit unpack, experts": [

@@ -41,7 +41,7 @@ TOKENS = {
     "data": 69_230,
     "evaluation": 13_060,
     "inference": 18_810,
-    "models": 112_860,
+    "models": 112_620,
     "monitor": 7_880,
     "notebooks": 13_680,
     "plan": 48_750,

@@ -12,7 +12,12 @@ from interpreted_kernels import interpreted
 
 from sft_play.models.fast.linears import adapter_kernels
 from sft_play.models.fast.linears import products as adapter_gradients
-from sft_play.models.fast.linears.products import Adapters, FrozenLinear
+from sft_play.models.fast.linears.products import (
+    AdaptedLinear,
+    Adapter,
+    BoundLinears,
+    FrozenLinear,
+)
 
 SCALE = 2.5
 
@@ -62,6 +67,7 @@ def test_one_pass_gives_both_gradients(kernels, rows, outs, rank):
     dy, b, xa = operands(rows, outs, rank, gap=rank)
     before = [grad.clone() for grad in dy]
     du, db = kernels.rank_and_output_gradients(dy, b, xa, SCALE, torch.float64)
+    db = torch.cat(db)
     assert db.dtype == torch.float64
     wanted_du, wanted_db = expected(dy, b, xa)
     torch.testing.assert_close(du.double(), wanted_du, rtol=1e-5, atol=1e-4)
@@ -73,19 +79,25 @@ def test_one_number_that_is_not_finite_shows(kernels):
     dy, b, xa = operands(40, (64, 32), 16)
     dy[1][39, 31] = torch.nan
     du, db = kernels.rank_and_output_gradients(dy, b, xa, SCALE, torch.float32)
+    db = torch.cat(db)
     assert du[39, 16:].isnan().all() and not du[:39].isnan().any() and not du[:, :16].isnan().any()
     assert db[-1].isnan().all() and not db[:-1].isnan().any()
 
 
-def linears_of(b: list[torch.Tensor], scales: tuple[float, ...] = ()) -> list[FrozenLinear]:
+def bound(b: list[torch.Tensor | None], scales: tuple[float, ...] = ()) -> BoundLinears:
+    """Return linears with these B; None for one without an adapter."""
     scales = scales or (SCALE,) * len(b)
-    frozen = torch.empty(0)
-    linears, end = [], 0
+    linears, number, end = [], 0, 0
     for each, scale in zip(b, scales, strict=True):
+        base = torch.nn.Linear(1, 1)
+        if each is None:
+            linears.append(FrozenLinear(base))
+            continue
         rank = each.shape[1]
-        linears.append(FrozenLinear(frozen, None, scale, rank, slice(end, end + rank)))
-        end += rank
-    return linears
+        adapter = Adapter(torch.empty(rank, 1), each, scale, rank, number, slice(end, end + rank))
+        linears.append(AdaptedLinear(base, adapter))
+        number, end = number + 1, end + rank
+    return BoundLinears(linears)
 
 
 def half(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -96,10 +108,11 @@ def test_a_hopper_gpu_reads_dy_once_where_ranks_and_scales_are_equal_and_small(m
     fits = adapter_gradients.fit_one_pass
     dy, b, _ = operands(40, (64, 32, 32), 16)
     dy, b = half(dy), half(b)
-    assert not fits(dy, b, linears_of(b))  # a CPU
+    assert not fits(dy, b)  # a CPU
     monkeypatch.setattr(adapter_gradients, "is_hopper", lambda device: True)
-    assert fits(dy, b, linears_of(b))
-    assert not fits(dy, b, linears_of(b, (1.0, 1.0, 2.0)))
+    assert fits(dy, b) and bound(b).are_equal
+    assert not bound(b, (1.0, 1.0, 2.0)).are_equal
+    assert not bound([b[0][:, :8], *b[1:]]).are_equal
     shifted = torch.empty(dy[0].numel() + 1, dtype=torch.bfloat16)[1:].view_as(dy[0])
     for wrong, factors in (
         ([*dy, dy[0]], [*b, b[0]]),
@@ -107,32 +120,25 @@ def test_a_hopper_gpu_reads_dy_once_where_ranks_and_scales_are_equal_and_small(m
         ([dy[0].t().contiguous().t(), *dy[1:]], b),
         ([grad[:0] for grad in dy], b),  # no token has chosen an expert
         ([shifted, *dy[1:]], b),
-        (dy, [b[0][:, :8].contiguous(), *b[1:]]),
     ):
-        assert not fits(wrong, factors, linears_of(factors))
+        assert not fits(wrong, factors)
     for rank, is_small in ((16, True), (24, False)):
         own = half(operands(40, (64,), rank, 0)[1])
-        assert fits(dy[:1], own, linears_of(own)) == is_small
+        assert fits(dy[:1], own) == is_small
 
 
 @pytest.mark.parametrize("without", [(), (1,), (0, 2)])
 def test_both_ways_agree_where_some_linears_have_no_adapter(kernels, without, monkeypatch):
     dy, b, _ = operands(20, (40, 16, 24), 16, gap=16)
     adapters = [None if index in without else each for index, each in enumerate(b)]
-    own = iter(linears_of([each for each in adapters if each is not None]))
-    plain = FrozenLinear(torch.empty(0), None, 0.0, 0, slice(0, 0))
-    linears = [plain if each is None else next(own) for each in adapters]
     xa = torch.randn(20, 16 * (3 - len(without)))
+    factors = (xa, *(each for each in adapters if each is not None))
     found = []
     for is_one_pass in (False, True):
         monkeypatch.setattr(adapter_gradients, "fit_one_pass", lambda *_, is_so=is_one_pass: is_so)
         monkeypatch.setattr(
             adapter_kernels, "rank_and_output_gradients", kernels.rank_and_output_gradients
         )
-        found.append(
-            adapter_gradients.rank_and_output_gradients(
-                dy, xa, linears, Adapters(xa, tuple(adapters)), torch.float32
-            )
-        )
+        found.append(bound(adapters).rank_and_output_gradients(dy, xa, factors))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-4)
-    assert [each is None for each in found[1][1]] == [index in without for index in range(3)]
+    assert len(found[1][1]) == 3 - len(without)

@@ -50,7 +50,7 @@ def test_steps_are_those_without_copies_to_the_bit(autocasts):
     assert all(torch.equal(one, other) for one, other in pairs)
     groups = groups_of(base_model_of(with_copies).get_decoder())
     assert len(groups) == 2 * 7
-    assert all(group.copies.a.dtype == torch.bfloat16 for group in groups)
+    assert all(group.bound.copies[0].dtype == torch.bfloat16 for group in groups)
 
 
 def test_linears_that_share_an_input_read_the_copies(monkeypatch):
@@ -69,8 +69,9 @@ def test_linears_that_share_an_input_read_the_copies(monkeypatch):
         monkeypatch.setattr(torch, "_foreach_copy_", None)  # nothing is cast again
         group.fused(x)
     a = [module.lora_A["default"].weight for module in linears]
-    assert torch.equal(group.copies.a, torch.cat(a).bfloat16())
-    for copied, module in zip(group.copies.b, linears, strict=True):
+    stacked, *all_b = group.bound.copies
+    assert torch.equal(stacked, torch.cat(a).bfloat16())
+    for copied, module in zip(all_b, linears, strict=True):
         assert torch.equal(copied, module.lora_B["default"].weight.bfloat16())
 
 
@@ -82,7 +83,7 @@ def test_without_autocast_or_training_nothing_is_copied():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model(input_ids=tokens)
     groups = groups_of(base_model_of(model).get_decoder())
-    assert groups and all(group.copies is None for group in groups)
+    assert groups and not any(group.bind().copies for group in groups)
 
 
 def test_a_model_that_is_shared_is_left_alone():

@@ -14,8 +14,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.models.fast.linears import lora
-from sft_play.models.fast.linears.lora import LinearGroup, fuse_lora_linear, why_not_fusable
+from sft_play.models.fast.linears import lora, products
+from sft_play.models.fast.linears.lora import (
+    LinearGroup,
+    bind_when_changed,
+    fuse_lora_linear,
+    why_not_fusable,
+)
 
 IN, OUT, TOKENS = 64, 96, 10
 # float32: sums of up to 96 terms in another order; each is off by 6e-8 of its largest term
@@ -253,41 +258,60 @@ def test_backward_keeps_the_input_and_rank_features_a_token():
     )
 
 
-def with_linears(bound: lora.Bound, **values: object) -> lora.Bound:
-    return bound._replace(linears=tuple(each._replace(**values) for each in bound.linears))
+def each_adapter(**values: object) -> Callable[..., object]:
+    """Return a change of `bind_linears` that gives all adapters other values."""
+
+    def mutate(bind: Callable[..., products.BoundLinears]) -> Callable[..., object]:
+        def changed(modules: list[nn.Module]) -> products.BoundLinears:
+            linears = bind(modules).linears
+            for linear in linears:
+                linear.adapter = linear.adapter._replace(**values)
+            return products.BoundLinears(linears)
+
+        return changed
+
+    return mutate
 
 
+def scale_forgotten(f: Callable[..., object]) -> Callable[..., object]:
+    def changed(bound: products.BoundLinears, *arguments: object) -> object:
+        bound.adapters = [adapter._replace(scale=1.0) for adapter in bound.adapters]
+        return f(bound, *arguments)
+
+    return changed
+
+
+BOUND = products.BoundLinears
 MUTANTS = {
-    "scale forgotten": ("bind_linears", lambda f: lambda m: with_linears(f(m), scale=1.0)),
-    "scale forgotten backward": (
-        "rank_and_output_gradients",
-        lambda f: lambda dy, xa, ws, *rest: f(dy, xa, [w._replace(scale=1.0) for w in ws], *rest),
-    ),
+    "scale forgotten": (lora, "bind_linears", each_adapter(scale=1.0)),
+    "scale forgotten backward": (BOUND, "rank_and_output_gradients", scale_forgotten),
     "dA of other columns": (
+        BOUND,
         "adapter_gradients",
-        lambda f: lambda x, du, db, ws, t: f(x, du.roll(1, 1), db, ws, t),
+        lambda f: lambda bound, x, du, db: f(bound, x, du.roll(1, 1), db),
     ),
     "dx without the adapter": (
+        BOUND,
         "input_gradient",
-        lambda f: lambda dy, du, ws, ad: f(dy, None, ws, ad),
+        lambda f: lambda bound, dy, du, ad: f(bound, dy, torch.zeros_like(du), ad),
     ),
     "dx of the last linear alone": (
+        BOUND,
         "input_gradient",
-        lambda f: lambda dy, du, ws, ad: f(dy[-1:], du, ws[-1:], ad),
+        lambda f: (
+            lambda bound, dy, du, ad: f(bound, [*map(torch.zeros_like, dy[:-1]), dy[-1]], du, ad)
+        ),
     ),
-    "one adapter for all": (
-        "bind_linears",
-        lambda f: lambda m: with_linears(f(m), columns=slice(0, 16)),
-    ),
+    "one adapter for all": (lora, "bind_linears", each_adapter(columns=slice(0, 16))),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_these_tests_see(name, monkeypatch):
-    function, mutate = MUTANTS[name]
+    owner, function, mutate = MUTANTS[name]
     modules = Case().modules()
     wanted = results(plainly, modules)
-    monkeypatch.setattr(lora, function, mutate(getattr(lora, function)))
+    monkeypatch.setattr(owner, function, mutate(getattr(owner, function)))
     assert worst(results(lora_linears, modules), wanted) > 1e-2
 
 
@@ -312,6 +336,7 @@ def fused_model() -> PeftModel:
     for module in fused:
         fuse_lora_linear(module)
     assert len(fused) == 14
+    bind_when_changed(model.get_base_model().model)
     return model
 
 
@@ -351,27 +376,104 @@ def hooks_on_outputs(model: PeftModel) -> None:
             module.register_forward_hook(lambda _, args, output: 2 * output)
 
 
+def adapted(model: PeftModel) -> list[LoraLayer]:
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+
+def without_the_other_adapter(model: PeftModel) -> None:
+    other_adapter(model)
+    model(IDS)
+    model.set_adapter("default")
+    model.delete_adapter("other")
+    other_scale(model)
+
+
+def merged_and_back(model: PeftModel) -> None:
+    model.merge_adapter()
+    model(IDS)
+    model.unmerge_adapter()
+    other_scale(model)
+
+
+def hooks_on_bases(model: PeftModel) -> None:
+    for module in adapted(model):
+        module.base_layer.register_forward_pre_hook(lambda _, args: (3 * args[0],))
+
+
+def hooks_that_are_gone(model: PeftModel) -> None:
+    handles = [each.register_forward_hook(lambda _, args, y: 2 * y) for each in adapted(model)]
+    model(IDS)
+    for handle in handles:
+        handle.remove()
+    other_scale(model)
+
+
+def other_bases(model: PeftModel) -> None:
+    for module in adapted(model):
+        base = module.base_layer
+        base.weight = nn.Parameter(base.weight.detach().flip(0), requires_grad=False)
+
+
+def moved_bases(model: PeftModel) -> None:
+    """As offloading, FSDP and ZeRO-3 do: the parameter stays."""
+    for module in adapted(model):
+        weight = module.base_layer.weight
+        weight.data = weight.detach().flip(0)
+
+
+def trained_bases(model: PeftModel) -> None:
+    for module in adapted(model):
+        module.base_layer.weight.requires_grad_()
+    other_scale(model)
+
+
 CHANGES = {
     "scale": other_scale,
     "weights": other_weights,
     "adapter": other_adapter,
+    "adapter removed": without_the_other_adapter,
     "hooks": hooks_on_outputs,
+    "hooks on bases": hooks_on_bases,
+    "hooks removed": hooks_that_are_gone,
     "dropout": no_adapter_at_all,
     "merged": lambda model: model.merge_adapter(),
+    "unmerged": merged_and_back,
     "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "base weights": other_bases,
+    "moved weights": moved_bases,
+    "trained weights": trained_bases,
+    "dtype": lambda model: (model.double(), other_scale(model)),
+    "evaluated in between": lambda model: (model.eval()(IDS), model.train(), other_scale(model)),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_linears_are_bound_again_once_they_have_changed(name):
-    plain, fused = tiny_model(), fused_model()
-    for model in (plain, fused):
+    found = []
+    for model in (tiny_model(), fused_model()):
         before = model(IDS).logits
         CHANGES[name](model)
-        after = model(IDS).logits
+        logits = model(IDS).logits
         if name != "merged":
-            assert not torch.allclose(before, after, rtol=1e-2, atol=1e-3)
-    torch.testing.assert_close(fused(IDS).logits, plain(IDS).logits, rtol=1e-5, atol=1e-5)
+            assert not torch.allclose(before, logits.to(before.dtype), rtol=1e-2, atol=1e-3)
+        if logits.requires_grad:  # not without any adapter
+            logits.square().sum().backward()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        found.append([logits, *gradients])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_linears_are_bound_once_while_nothing_changes(monkeypatch):
+    model, bound = fused_model(), []
+    monkeypatch.setattr(
+        lora, "bind_linears", lambda m, bind=lora.bind_linears: bound.append(m) or bind(m)
+    )
+    for _ in range(3):
+        model(IDS)
+        moved_bases(model)
+        model.eval()(IDS)
+        model.train()
+    assert len(bound) == 14
 
 
 def test_linears_may_be_bound_while_zero_3_has_freed_their_adapters():

@@ -19,11 +19,11 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from sft_play.models.fast.linears import glu as glu_module
-from sft_play.models.fast.linears import mlp as mlp_module
 from sft_play.models.fast.linears.activations import activation_of
 from sft_play.models.fast.linears.glu import glu, glu_backward
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.linears.mlp import lora_mlp
+from sft_play.models.fast.linears.products import BoundLinears
 
 HIDDEN, INNER, TOKENS = 64, 160, 12
 # float32: sums of up to 320 terms in another order, three products deep
@@ -211,7 +211,7 @@ def test_the_formula_is_torchs_activation(activation):
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(result.sum(), (gate, up)) for result in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
-    few = [tensor[0].detach().requires_grad_() for tensor in (gate, up)]
+    few = [tensor[:1].detach().requires_grad_() for tensor in (gate, up)]
     assert torch.autograd.gradcheck(lambda g, u: glu(g, u, activation), few)
 
 
@@ -259,9 +259,9 @@ MUTANTS = {
         lambda f: lambda g, act: (f(g, act)[0], 0.0),
     ),
     "dx without the adapters": (
-        mlp_module,
+        BoundLinears,
         "input_gradient",
-        lambda f: lambda dy, du, ws, ad, *known: f(dy, None, ws, ad, *known),
+        lambda f: lambda bound, dy, du, ad, *known: f(bound, dy, torch.zeros_like(du), ad, *known),
     ),
 }
 

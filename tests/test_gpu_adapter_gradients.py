@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from sft_play.models.fast.linears.products import (
-    Adapters,
-    FrozenLinear,
+    AdaptedLinear,
+    Adapter,
+    BoundLinears,
     fit_one_pass,
-    rank_and_output_gradients,
 )
 
 pytestmark = pytest.mark.gpu
@@ -25,15 +25,16 @@ def test_one_pass_is_as_exact_as_two_products(rows, outs, rank):
     dy = [torch.randn(rows, out + 64, device=GPU).bfloat16()[:, :out] for out in outs]
     b = [torch.randn(out, rank, device=GPU).bfloat16() for out in outs]
     xa = torch.randn(rows, rank * len(outs), device=GPU).bfloat16()
-    linears = [
-        FrozenLinear(b[0], None, SCALE, rank, slice(start, start + rank))
-        for start in range(0, rank * len(outs), rank)
-    ]
+    linears = []
+    for number, each in enumerate(b):
+        columns = slice(rank * number, rank * (number + 1))
+        adapter = Adapter(torch.empty(rank, 1), each.float(), SCALE, rank, number, columns)
+        linears.append(AdaptedLinear(torch.nn.Linear(1, 1), adapter))
+    bound = BoundLinears(linears)
     if torch.cuda.get_device_capability(GPU)[0] == 9:
-        assert fit_one_pass(dy, b, linears)
-    arguments = (dy, xa, linears, Adapters(xa, tuple(b)), torch.float32)
-    du, db = rank_and_output_gradients(*arguments)
-    again_du, again_db = rank_and_output_gradients(*arguments)
+        assert bound.are_equal and fit_one_pass(dy, b)
+    du, db = bound.rank_and_output_gradients(dy, xa, (xa, *b))
+    again_du, again_db = bound.rank_and_output_gradients(dy, xa, (xa, *b))
     assert torch.equal(du, again_du) and all(map(torch.equal, db, again_db))
     for index, (grad, each) in enumerate(zip(dy, b, strict=True)):
         part = slice(index * rank, (index + 1) * rank)

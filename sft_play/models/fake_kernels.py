@@ -172,26 +172,6 @@ class FakeResidualKernels:
         return torch.empty_like(s)
 
 
-def glu_forward(gate: Tensor, *_: Any) -> Tensor:
-    """`linears.glu_kernels.forward`: allocates only its output."""
-    return torch.empty_like(gate, memory_format=torch.contiguous_format)
-
-
-def glu_backward(*_: Any, **__: Any) -> None:
-    """`linears.glu_kernels.backward`: writes into its arguments and allocates nothing."""
-
-
-def glu_forward_float8(gate: Tensor, *_: Any) -> tuple[Tensor, Quantized]:
-    """`linears.glu_float8_kernels.forward`: allocates only its outputs."""
-    h = glu_forward(gate)
-    return h, quantize(h)
-
-
-def glu_backward_float8(dh: Tensor, *_: Any) -> tuple[Quantized, Quantized]:
-    """`linears.glu_float8_kernels.backward`: allocates two gradients in float8."""
-    return quantize(dh), quantize(dh)
-
-
 class FakeGroupedProduct(torch.autograd.Function):
     """`functional.grouped_mm`, which takes no float32 fake tensors."""
 
@@ -310,8 +290,15 @@ GPU_KERNELS: dict[Any, dict[str, Any]] = {
     attention_forward: {"apply_rotary": FakeRotary.apply},
     linear_products: FLOAT8_PRODUCTS,
     float8_linear: FLOAT8_PRODUCTS,
-    glu: {"glu_forward": glu_forward, "glu_backward": glu_backward},
-    mlp: {"glu_forward_float8": glu_forward_float8, "glu_backward_float8": glu_backward_float8},
+    # a GLU allocates its output alone; its gradients are written to memory that is there
+    glu: {
+        "glu_forward": lambda gate, *_: gate.new_empty(gate.shape),
+        "glu_backward": lambda *_, **__: None,
+    },
+    mlp: {
+        "glu_forward_float8": lambda gate, *_: (gate.new_empty(gate.shape), quantize(gate)),
+        "glu_backward_float8": lambda dh, *_: (quantize(dh), quantize(dh)),
+    },
     experts_function: {"sum_choices": sum_choices},
     experts_function.Glu: GATE,
     residual: {"_kernels": lambda x: FakeResidualKernels, "normalize": normalize},

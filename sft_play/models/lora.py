@@ -59,7 +59,10 @@ def add_adapters(
         adapters.target_modules = _target_names(model, lora)
     if lora.modules_to_save:
         adapters.modules_to_save = _find_modules(model, lora.modules_to_save)
-        adapters.ensure_weight_tying = _is_tied(model) and _trains_a_matrix(model, adapters)
+        trained = [model.get_submodule(name) for name in adapters.modules_to_save]
+        matrices = (model.get_input_embeddings(), model.get_output_embeddings())
+        trains_a_matrix = any(each in matrices for each in trained)
+        adapters.ensure_weight_tying = _is_tied(model) and trains_a_matrix
     if token_ids:
         adapters.trainable_token_indices = _token_rows(model, token_ids)
     # PEFT draws on the CPU: no strategy, no GPU and no earlier draw changes what a seed begins with
@@ -149,12 +152,6 @@ def _find_modules(model: nn.Module, wanted: list[str]) -> list[str]:
 def _is_tied(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
-
-
-def _trains_a_matrix(model: PreTrainedModel, adapters: LoraConfig) -> bool:
-    """Return whether embedding or output head are trained whole."""
-    matrices = (model.get_input_embeddings(), model.get_output_embeddings())
-    return any(model.get_submodule(name) in matrices for name in adapters.modules_to_save)
 
 
 def _token_rows(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[str, list[int]]:

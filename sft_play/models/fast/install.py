@@ -21,6 +21,7 @@ from sft_play.models import partitioned
 from sft_play.models.fast.attention.forward import mask_chunks
 from sft_play.models.fast.attention.install import install_attention, reads_rows
 from sft_play.models.fast.experts.install import install_experts
+from sft_play.models.fast.linears.lora import bind_when_changed
 from sft_play.models.fast.linears.mlp import (
     install_linears,
     install_mlp,
@@ -144,6 +145,7 @@ def _install_parts(setup: TrainingSetup, proofs: ProofStore | None) -> FusedKern
             on[part] = count
         if setup.left_out:
             off[part] = "; ".join(setup.left_out)
+    bind_when_changed(setup.decoder)
     if "mlp" in on:
         reason = why_mlp_linears_not_fusable(setup)
         if reason:

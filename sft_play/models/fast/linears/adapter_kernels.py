@@ -37,12 +37,6 @@ def _of_linear(linear, first, second, third):
     return tl.where(linear == 0, first, tl.where(linear == 1, second, third))
 
 
-@triton.jit
-def _linear_of(block, end_0, end_1):
-    """The linear that a block of columns belongs to: 0, 1 or 2."""
-    return (block >= end_0).to(tl.int32) + (block >= end_1).to(tl.int32)
-
-
 @triton.jit(do_not_specialize=["end_0", "end_1", "rows", "region_rows"])
 def _read(
     dy_0,
@@ -77,7 +71,7 @@ def _read(
     """
     block = program_number()
     region = tl.program_id(1)
-    linear = _linear_of(block, end_0, end_1)
+    linear = (block >= end_0).to(tl.int32) + (block >= end_1).to(tl.int32)
     pointer = tl.pointer_type(xa.dtype.element_ty)
     dy = tl.multiple_of(_of_linear(linear, dy_0, dy_1, dy_2).to(pointer), 16)
     b = tl.multiple_of(_of_linear(linear, b_0, b_1, b_2).to(pointer), 16)
@@ -168,8 +162,8 @@ def processors(device: torch.device) -> int:
 
 def rank_and_output_gradients(
     dy: Sequence[Tensor], b: Sequence[Tensor], xa: Tensor, scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return dU (N, R) in the dtype of dy, and all dB_i (sum of out_i, r) in `dtype`.
+) -> tuple[Tensor, list[Tensor]]:
+    """Return dU (N, R) in the dtype of dy, and dB_i (out_i, r) in `dtype`.
 
     dy_i (N, out_i) of at most MOST_SHARING linears whose ranks are equal, with features side by
     side, B_i (out_i, r) and xa (N, R).
@@ -205,7 +199,7 @@ def rank_and_output_gradients(
         *(PADDED_RANK, SUM_ROWS),
         num_warps=4,
     )
-    return du, db
+    return du, list(db.split(outs))
 
 
 def regions_of(rows: int, tile_rows: int, most: int) -> tuple[int, int]:

@@ -87,11 +87,7 @@ def has_kernel(packed: Tensor, state: QuantState | Mxfp4State) -> bool:
         and packed.nbytes % WORD_BYTES == 0
         and packed.storage_offset() * packed.element_size() % WORD_BYTES == 0
     )
-    return is_known and is_in_words and _has_known_scales(state)
-
-
-def _has_known_scales(state: QuantState | Mxfp4State) -> bool:
-    if not state.absmax.is_contiguous():
+    if not (is_known and is_in_words and state.absmax.is_contiguous()):
         return False
     if not state.nested:
         is_bytes = isinstance(state, Mxfp4State)

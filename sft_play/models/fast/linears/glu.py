@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 from sft_play.models.fast.linears.activations import Activation, sigmoid_argument
 from sft_play.models.fast.linears.products import (
     LARGEST_RANK,
-    a_gradient,
-    flatten_tokens,
+    Factors,
     is_hopper,
 )
 from sft_play.models.float8.format import Quantized
@@ -40,14 +39,14 @@ class GluFunction(torch.autograd.Function):
         """Return h (..., I) of gate and up (..., I)."""
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
-        h = glu_forward(flatten_tokens(gate), flatten_tokens(up), activation)
+        h = glu_forward(gate.flatten(0, -2), up.flatten(0, -2), activation)
         return h.view(gate.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dh: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the gradients of gate and up."""
-        gate, up = (flatten_tokens(tensor) for tensor in ctx.saved_tensors)
+        gate, up = (tensor.flatten(0, -2) for tensor in ctx.saved_tensors)
         dgate = torch.empty_like(gate)
         dup = torch.empty_like(up)
         glu_backward(dh.reshape(gate.shape), gate, up, ctx.activation, dgate, dup)
@@ -142,14 +141,14 @@ LEAST_ROWS = 4096
 
 
 def forward_with_adapter(
-    gate: Tensor, up: Tensor, activation: Activation, a: Tensor | None
+    gate: Tensor, up: Tensor, activation: Activation, factors: Factors
 ) -> tuple[Tensor, Tensor | None]:
-    """Return h (N, I), and h A^T (N, r) if the kernel has it. A (r, I); None: no adapter."""
-    if a is None or not fit_one_kernel(gate, up, len(a), LEAST_ROWS):
+    """Return h (N, I), and h A^T (N, r) if the kernel has it. A (r, I), if there is an adapter."""
+    if not factors or not fit_one_kernel(gate, up, len(factors[0]), LEAST_ROWS):
         return glu_forward(gate, up, activation), None
     from sft_play.models.fast.linears import glu_adapter_kernels  # Triton needs a GPU
 
-    return glu_adapter_kernels.forward(gate, up, activation, a)
+    return glu_adapter_kernels.forward(gate, up, activation, factors[0])
 
 
 def backward_with_adapter(
@@ -160,21 +159,16 @@ def backward_with_adapter(
     dgate: Tensor,
     dup: Tensor,
     du: Tensor | None,
-    dtype: torch.dtype | None,
 ) -> Tensor | None:
-    """Write dgate and dup (N, I); return dA (r, I) for dU (N, r), in `dtype` or that of dh.
+    """Write dgate and dup (N, I); return dA (r, I) for dU (N, r) if the kernel has it.
 
-    If it is a product of its own, h overwrites dh. None without an adapter.
+    Otherwise, if there is an adapter, h overwrites dh.
     """
-    if du is None:
-        glu_backward(dh, gate, up, activation, dgate, dup)
-        return None
-    if not fit_one_kernel(gate, up, du.shape[1], 1):
-        glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
-        return a_gradient(du, dh, dtype)
-    from sft_play.models.fast.linears import glu_adapter_kernels
+    if du is not None and fit_one_kernel(gate, up, du.shape[1], 1):
+        from sft_play.models.fast.linears import glu_adapter_kernels
 
-    return glu_adapter_kernels.backward(dh, gate, up, activation, dgate, dup, du)
+        return glu_adapter_kernels.backward(dh, gate, up, activation, dgate, dup, du)
+    return glu_backward(dh, gate, up, activation, dgate, dup, h=None if du is None else dh)
 
 
 def fit_one_kernel(gate: Tensor, up: Tensor, rank: int, least_rows: int) -> bool:

@@ -89,7 +89,9 @@ def forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     h = gate.new_empty(gate.shape)
     tensors = (gate, up, h)
     sizes = (gate.stride(0), up.stride(0), gate.shape[1])
-    _forward[_grid(gate)](*tensors, *sizes, activation == "gelu_tanh", BLOCK)
+    _forward[(len(gate), triton.cdiv(gate.shape[1], BLOCK))](
+        *tensors, *sizes, activation == "gelu_tanh", BLOCK
+    )
     return h
 
 
@@ -110,8 +112,6 @@ def backward(
     tensors = (dh, *inputs_and_gradients, dh if h is None else h)
     strides = [tensor.stride(0) for tensor in inputs_and_gradients]
     flags = (activation == "gelu_tanh", h is not None)
-    _backward[_grid(gate)](*tensors, *strides, gate.shape[1], *flags, BLOCK)
-
-
-def _grid(gate: Tensor) -> tuple[int, int]:
-    return len(gate), triton.cdiv(gate.shape[1], BLOCK)
+    _backward[(len(gate), triton.cdiv(gate.shape[1], BLOCK))](
+        *tensors, *strides, gate.shape[1], *flags, BLOCK
+    )

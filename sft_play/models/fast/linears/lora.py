@@ -12,8 +12,10 @@ Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all
 an input.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Self
 
 import torch
 from bitsandbytes.nn import Linear4bit
@@ -27,81 +29,83 @@ from torch.nn.parallel import DistributedDataParallel
 from sft_play.models.architecture import decoder_of
 from sft_play.models.delivered import DeliveredLinear, DeliveredLoraLinear
 from sft_play.models.fast.linears.products import (
-    Adapters,
-    FrozenLinear,
-    adapter_dtype,
-    adapter_gradients,
-    adapters_in,
-    flatten_tokens,
-    input_gradient,
-    project,
-    rank_and_output_gradients,
+    Adapter,
+    BoundLinears,
+    frozen_linear,
 )
 from sft_play.models.fast.setup import Gradients, base_model_of, is_training, to_compute_dtype
 from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear, take
-from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
+from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing
 from sft_play.models.sharding import is_divided
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
-
-class Bound(NamedTuple):
-    """Linears that share an input, as long as their modules stay as they are."""
-
-    linears: tuple[FrozenLinear, ...]
-    adapters: tuple[Tensor | None, ...]  # A_1, B_1, A_2, ...; None: no adapter
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class LinearGroup:
-    """Linears that read the same input, bound once, and again if one of them has changed."""
+    """Linears that read the same input: bound once, and again if `bind_when_changed` says so."""
 
     def __init__(self, *modules: nn.Module):
         self.modules = modules
-        self.copies: Adapters | None = None  # the adapters in the dtype of products
-        self._state: list[Any] | None = None
-        self._bound: Bound | None = None
+        self.state: ModuleState | None = None  # in which they were bound
+        self.bound: BoundLinears | None = None
 
-    def bind(self) -> Bound | None:
-        """Return the linears as they are now; None if one of them must run its own forward."""
-        state = state_of(self.modules)
-        if state != self._state:
-            self._state = state
-            self._bound = bind_linears(self.modules)
-            self.copies = None
-        return self._bound
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a group of the copied modules, which are bound again."""
+        return type(self)(*copy.deepcopy(self.modules, memo))
+
+    def bind(self) -> BoundLinears | None:
+        """Return the linears in the form that computes; None if one must run its own forward."""
+        if self.state is None:
+            self.state = ModuleState(self.modules)
+            self.bound = bind_linears(self.modules)
+        return self.bound
 
     def fused(self, x: Tensor) -> tuple[Tensor, ...] | None:
         """Return y_i (..., out_i) of x (..., in); None if a linear must run its own forward."""
-        bound = self.bind()
+        bound = self.bound if self.state else self.bind()
         if bound is None:
             return None
         x = to_compute_dtype(x)
-        return LoraLinearsFunction.apply(x, take(x), bound.linears, self.copies, *bound.adapters)
+        known = take(x) if bound.is_float8 else None
+        return LoraLinearsFunction.apply(x, known, bound, *bound.parameters)
 
 
-def state_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """Return what linears were bound by: weights, active adapters, scales, dropouts and hooks."""
-    state: list[Any] = []
-    for module in modules:
-        base = module
-        if isinstance(module, LoraLayer):
-            base = module.base_layer
-            active = module.active_adapters
-            state += (module.disable_adapters, module.merged, *active)
-            for name in active:
-                if name in module.lora_A:
-                    a, b = module.lora_A[name].weight, module.lora_B[name].weight
-                    dropout = getattr(module.lora_dropout[name], "p", 0.0)
-                    state += (id(a), id(b), module.scaling[name], dropout)
-        state += (id(base.weight), base.weight.requires_grad)
-        for linear in (module, base):
-            own = vars(linear)
-            state += (
-                len(own["_forward_hooks"]) + len(own["_forward_pre_hooks"]),
-                len(own["_backward_hooks"]) + len(own["_backward_pre_hooks"]),
-                "forward" in own,
-            )
-    return state
+class ModuleState:
+    """What linears are bound by: their weights, active adapters, scales, dropouts and hooks."""
+
+    def __init__(self, modules: Sequence[nn.Module]):
+        adapted = [each for each in modules if isinstance(each, LoraLayer)]
+        linears = [*modules, *(each.base_layer for each in adapted)]
+        self.containers = [getattr(each, name) for each in linears for name in HOOKS]
+        self.containers += [each.merged_adapters for each in adapted]
+        self.weights = [weight for each in linears for weight in each.parameters(recurse=False)]
+        places: list[tuple[dict[str, Any], str]] = []  # dicts, and names in them
+        for linear in linears:
+            places += [(vars(linear), "forward"), (linear._buffers, "weight_scale")]
+            places += [(linear._parameters, name) for name in ("weight", "bias")]
+        for linear in adapted:
+            places += [(vars(linear), name) for name in ("_active_adapter", "_disable_adapters")]
+            for name in linear.active_adapters:
+                places.append((linear.scaling, name))
+                for children in (linear.lora_A, linear.lora_B, linear.lora_dropout):
+                    places.append((children._modules, name))
+                    for child in [children[name]] if name in children else []:
+                        places += [(child._parameters, "weight"), (vars(child), "p")]
+        self.values = [(owner, name, owner.get(name)) for owner, name in places]
+        self.counts: list[int] = []
+        self.is_current()
+
+    def is_current(self) -> bool:
+        """Return whether nothing has changed since the last call, or since the start."""
+        before = self.counts
+        self.counts = [len(each) for each in self.containers]
+        self.counts += [each.requires_grad for each in self.weights]
+        for owner, name, value in self.values:
+            if owner.get(name) is not value:
+                return False
+        return self.counts == before
 
 
 def why_not_fusable(module: nn.Module) -> str | None:
@@ -159,13 +163,7 @@ def why_hooked(module: nn.Module) -> str | None:
     """
     if is_hooked_by_deepspeed(module):
         return None
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    if any(hooks) or "forward" in module.__dict__:
+    if any(getattr(module, name) for name in HOOKS) or "forward" in vars(module):
         return "hooks, or a forward of its own, on the linear"
     return None
 
@@ -183,27 +181,9 @@ class _FusedInTraining:
         return super().forward(x, *args, **kwargs) if outputs is None else outputs[0]
 
 
-class FusedLoraLinear(_FusedInTraining, PeftLinear):
-    """PEFT's LoRA linear, fused in training."""
-
-
-class FusedLoraLinear4bit(_FusedInTraining, PeftLinear4bit):
-    """PEFT's LoRA linear over 4-bit weights, fused in training."""
-
-
-class FusedFloat8LoraLinear(_FusedInTraining, Float8LoraLinear):
-    """PEFT's LoRA linear over float8 weights, fused in training."""
-
-
-class FusedDeliveredLoraLinear(_FusedInTraining, DeliveredLoraLinear):
-    """The LoRA linear that rounds, fused in training."""
-
-
 FUSED_CLASSES = {
-    DeliveredLoraLinear: FusedDeliveredLoraLinear,
-    PeftLinear: FusedLoraLinear,
-    PeftLinear4bit: FusedLoraLinear4bit,
-    Float8LoraLinear: FusedFloat8LoraLinear,
+    each: type(f"Fused{each.__name__}", (_FusedInTraining, each), {})
+    for each in (PeftLinear, PeftLinear4bit, Float8LoraLinear, DeliveredLoraLinear)
 }
 
 
@@ -221,37 +201,23 @@ def fuse_lora_linear(module: LoraLayer) -> None:
     module.fused_group = LinearGroup(module)
 
 
-def bind_linears(modules: Sequence[nn.Module]) -> Bound | None:
+def bind_linears(modules: Sequence[nn.Module]) -> BoundLinears | None:
     """Return linears with their adapters; None if one of them cannot be fused."""
     bases = [getattr(module, "base_layer", module) for module in modules]
     rounded = [isinstance(base, DeliveredLinear) for base in bases]
     if any(why_not_fusable(module) for module in modules) or any(rounded) != all(rounded):
         return None
-    linears: list[FrozenLinear] = []
-    adapters: list[Tensor | None] = []
-    end = 0  # of the columns of x A^T
+    linears = []
+    number, end = 0, 0  # of adapters, and of the columns of x A^T
     for module, base in zip(modules, bases, strict=True):
-        a, b, scale, rank = None, None, 0.0, 0
-        if isinstance(module, LoraLayer):
-            for name in active_adapters(module):  # one at most, as was checked
-                a, b = module.lora_A[name].weight, module.lora_B[name].weight
-                scale, rank = module.scaling[name], module.r[name]  # ZeRO-3 may have freed `a`
-        linears.append(
-            FrozenLinear(
-                base.weight,
-                base.bias,
-                scale,
-                rank,
-                columns=slice(end, end + rank),
-                row_scales=getattr(base, "weight_scale", None),
-                is_partitioned=is_partitioned(base.weight),
-                delivered=base if isinstance(base, DeliveredLinear) else None,
-                adapter=(a, b),
-            )
-        )
-        adapters += [a, b]
-        end += rank
-    return Bound(tuple(linears), tuple(adapters))
+        adapter = None
+        for name in active_adapters(module) if isinstance(module, LoraLayer) else ():
+            a, b, rank = module.lora_A[name].weight, module.lora_B[name].weight, module.r[name]
+            columns = slice(end, end + rank)
+            adapter = Adapter(a, b, module.scaling[name], rank, number, columns)
+            number, end = number + 1, end + rank
+        linears.append(frozen_linear(base, adapter))
+    return BoundLinears(linears)
 
 
 class LoraLinearsFunction(torch.autograd.Function):
@@ -262,36 +228,34 @@ class LoraLinearsFunction(torch.autograd.Function):
         ctx,
         x: Tensor,
         known: Quantized | None,
-        linears: tuple[FrozenLinear, ...],
-        copies: Adapters | None,
-        *parameters: Tensor | None,
+        linears: BoundLinears,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i).
 
-        `known` is x in float8, if the kernel that computed it has quantized it. `parameters`
-        are A_1 (r_1, in), B_1 (out_1, r_1), A_2, ... in any floating type, and `copies` the same
-        in the dtype of products, if there are some.
+        `known` is x in float8, if the kernel that computed it has quantized it. `parameters` are
+        those of the bound linears, which autograd has to know.
         """
-        adapters = adapters_in(x.dtype, copies, parameters)
-        outputs, xa = project(x, linears, adapters, known)
-        ctx.save_for_backward(x, xa, adapters.a, *adapters.b)
+        factors = linears.factors(x.dtype)
+        outputs, xa = linears.project(x.flatten(0, -2), factors, known)
+        ctx.save_for_backward(x, xa, *factors)
         ctx.linears = linears
-        ctx.adapter_dtype = adapter_dtype(parameters)
-        return outputs
+        shape = x.shape[:-1]
+        # no view: a model may add to what it gets in place
+        return tuple([torch.ops.aten._unsafe_view(y, (*shape, y.shape[1])) for y in outputs])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor) -> Gradients:
-        """Return the gradients of x and of A_1, B_1, A_2, ..."""
-        x, xa, a, *b = ctx.saved_tensors
-        adapters = Adapters(a, tuple(b))
-        dy = [flatten_tokens(grad) for grad in grads]
-        du, db = rank_and_output_gradients(dy, xa, ctx.linears, adapters, ctx.adapter_dtype)
+        """Return the gradients of x and of the adapters."""
+        linears: BoundLinears = ctx.linears
+        x, xa, *factors = ctx.saved_tensors
+        dy = [grad.flatten(0, -2) for grad in grads]
+        du, db = linears.rank_and_output_gradients(dy, xa, factors)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(dy, du, ctx.linears, adapters).view(x.shape)
-        gradients = adapter_gradients(flatten_tokens(x), du, db, ctx.linears, ctx.adapter_dtype)
-        return dx, None, None, None, *gradients
+            dx = linears.input_gradient(dy, du, factors).view(x.shape)
+        return dx, None, None, *linears.adapter_gradients(x.flatten(0, -2), du, db)
 
 
 def copy_adapters_at_once(model: nn.Module, wrapped: nn.Module) -> None:
@@ -301,7 +265,11 @@ def copy_adapters_at_once(model: nn.Module, wrapped: nn.Module) -> None:
     DDP.
     """
     decoder = decoder_of(base_model_of(model))
-    groups = [group for group in groups_of(decoder) if _is_trained_in_float32(group)]
+    groups = []
+    for group in groups_of(decoder):
+        parameters = group.bind().parameters if group.bind() else ()
+        if {(each.dtype, each.requires_grad) for each in parameters} == {(torch.float32, True)}:
+            groups.append(group)
     are_complete = wrapped is model or isinstance(wrapped, DistributedDataParallel)
     if not groups or not are_complete or is_divided(model):
         return
@@ -318,16 +286,22 @@ def groups_of(decoder: nn.Module) -> list[LinearGroup]:
     return found
 
 
-def _is_trained_in_float32(group: LinearGroup) -> bool:
-    bound = group.bind()
-    adapters = [] if bound is None else [each for each in bound.adapters if each is not None]
-    return bool(adapters) and all(
-        each.requires_grad and each.dtype == torch.float32 for each in adapters
-    )
+def bind_when_changed(decoder: nn.Module) -> None:
+    """Bind fused linears again that have changed, before each forward pass of their decoder."""
+    groups = groups_of(decoder)
+    forget_changed(groups)  # proofs switch dropout off
+    decoder.register_forward_pre_hook(partial(forget_changed, groups))
+
+
+def forget_changed(groups: Sequence[LinearGroup], *_: Any) -> None:
+    """Let groups be bound again whose modules have changed."""
+    for group in groups:
+        if group.state is not None and not group.state.is_current():
+            group.state = None
 
 
 class AdapterCopies:
-    """A hook that copies the adapters of groups of linears to `LinearGroup.copies`.
+    """A hook that copies the adapters of groups of linears to `BoundLinears.copies`.
 
     Fused linears multiply in 16 bits, and adapters are trained in 32. A kernel that casts the
     adapters of one linear is too small to keep a GPU busy: 128 of them take 2 ms of a step of 8B on
@@ -335,12 +309,9 @@ class AdapterCopies:
     """
 
     def __init__(self, groups: Sequence[LinearGroup]):
-        self.groups = list(groups)
-        self.adapters: list[Tensor] = []  # of each group all A, then all B
-        for group in self.groups:
-            bound = group.bind()
-            for side in (bound.adapters[0::2], bound.adapters[1::2]):
-                self.adapters += [adapter for adapter in side if adapter is not None]
+        self.bound = [group.bind() for group in groups]
+        # of each group all A, then all B
+        self.adapters = [each for bound in self.bound for each in bound.parameters]
         self.copies: list[Tensor] = []
 
     def __call__(self, decoder: nn.Module, *_: Any) -> None:
@@ -362,13 +333,11 @@ class AdapterCopies:
     def _allocate(self, dtype: torch.dtype) -> None:
         sizes = [adapter.numel() for adapter in self.adapters]
         flat = self.adapters[0].new_empty(sum(sizes), dtype=dtype)
-        shapes = [adapter.shape for adapter in self.adapters]
-        self.copies = [part.view(of) for part, of in zip(flat.split(sizes), shapes, strict=True)]
+        parts = zip(flat.split(sizes), self.adapters, strict=True)
+        self.copies = [part.view(adapter.shape) for part, adapter in parts]
         remaining = iter(self.copies)
-        for group in self.groups:
-            bound = group.bind()
-            a = [next(remaining) for each in bound.adapters[0::2] if each is not None]
-            b = [None if each is None else next(remaining) for each in bound.adapters[1::2]]
-            ranks = sum(map(len, a))  # the A of a group are neighbors in `flat`
-            stacked = a[0].as_strided((ranks, a[0].shape[1]), (a[0].shape[1], 1))
-            group.copies = Adapters(stacked, tuple(b))
+        for bound in self.bound:
+            a, *more = [next(remaining) for _ in bound.parameters]
+            # the A of a group are neighbors in `flat`
+            stacked = a.as_strided((sum(bound.ranks), a.shape[1]), a.stride())
+            bound.copies = (stacked, *more[len(bound.ranks) - 1 :])

@@ -11,6 +11,7 @@ The reference is the module's own forward over the references of `lora` and `glu
 Legend: N tokens, I intermediate features.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -35,18 +36,7 @@ from sft_play.models.fast.linears.lora import (
     to_compute_dtype,
     why_not_fusable,
 )
-from sft_play.models.fast.linears.products import (
-    Adapters,
-    FrozenLinear,
-    adapter_dtype,
-    adapter_gradients,
-    adapters_in,
-    cast,
-    flatten_tokens,
-    input_gradient,
-    project,
-    rank_and_output_gradients,
-)
+from sft_play.models.fast.linears.products import BoundLinears
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognize import GatedMlp, gated_mlp_of, is_linear
 from sft_play.models.fast.setup import (
@@ -73,13 +63,12 @@ def lora_mlp(x: Tensor, inner: LinearGroup, down: LinearGroup, activation: Activ
         gate_output, up_output = split_halves(tuple(module(x) for module in inner.modules))
         return down.modules[0](glu(gate_output, up_output, activation))
     x = to_compute_dtype(x)
-    return LoraMlpFunction.apply(
-        *(x, take(x), bound.linears, inner.copies, bound_down.linears[0], down.copies, activation),
-        *(*bound.adapters, *bound_down.adapters),
-    )
+    known = take(x) if bound.is_float8 else None
+    parameters = (*bound.parameters, *bound_down.parameters)
+    return LoraMlpFunction.apply(x, known, bound, bound_down, activation, *parameters)
 
 
-def split_halves(outputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+def split_halves(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return the outputs (..., I) of gate and up, of two linears or of one that computes both."""
     return outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
 
@@ -92,96 +81,58 @@ class LoraMlpFunction(torch.autograd.Function):
         ctx,
         x: Tensor,
         known: Quantized | None,
-        inner: tuple[FrozenLinear, ...],
-        copies: Adapters | None,
-        down: FrozenLinear,
-        down_copies: Adapters | None,
+        inner: BoundLinears,
+        down: BoundLinears,
         activation: Activation,
-        *parameters: Tensor | None,
+        *parameters: Tensor,
     ) -> Tensor:
         """Return y (..., out) of x (..., in).
 
-        `known` is x in float8. `parameters` are the adapters of gate, up (unless gate computes
-        both) and down; the copies are the same in the dtype of products, if there are some.
+        `known` is x in float8. `parameters` are those of the bound linears.
         """
-        inner_parameters = parameters[:-2]
-        down_parameters = parameters[-2:]
-        inner_adapters = adapters_in(x.dtype, copies, inner_parameters)
-        down_adapter = adapters_in(x.dtype, down_copies, down_parameters)
-        outputs, xa = project(flatten_tokens(x), inner, inner_adapters, known)
+        factors, down_factors = inner.factors(x.dtype), down.factors(x.dtype)
+        outputs, xa = inner.project(x.flatten(0, -2), factors, known)
         gate, up = split_halves(outputs)
         h_in_float8, ha = None, None
-        if down.row_scales is None:
-            h, ha = forward_with_adapter(gate, up, activation, down_adapter.a)
-        else:
+        if down.is_float8:
             h, h_in_float8 = glu_forward_float8(gate, up, activation)
-        h = h.view(*x.shape[:-1], h.shape[1])
-        (y,), ha = project(h, (down,), down_adapter, h_in_float8, ha)
-        ctx.save_for_backward(
-            x,
-            xa,
-            ha,
-            inner_adapters.a,
-            *inner_adapters.b,
-            *(down_adapter.a, *down_adapter.b),
-            *outputs,
-        )
-        ctx.inner, ctx.down = inner, down
-        ctx.activation = activation
-        ctx.inner_dtype = adapter_dtype(inner_parameters)
-        ctx.down_dtype = adapter_dtype(down_parameters)
-        return y
+        else:
+            h, ha = forward_with_adapter(gate, up, activation, down_factors)
+        (y,), ha = down.project(h, down_factors, h_in_float8, ha)
+        ctx.save_for_backward(x, xa, ha, *outputs, *factors, *down_factors)
+        ctx.inner, ctx.down, ctx.activation = inner, down, activation
+        # no view: a model may add to what it gets in place
+        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor) -> Gradients:
         """Return the gradients of x and of the adapters."""
-        inner, down = ctx.inner, ctx.down
-        count = len(inner)
-        x, xa, ha, inner_a, *saved = ctx.saved_tensors
-        inner_adapters = Adapters(inner_a, tuple(saved[:count]))
-        down_a, down_b, *outputs = saved[count:]
-        down_adapter = Adapters(down_a, (down_b,))
-        scales = [linear.row_scales for linear in inner] if ctx.needs_input_grad[0] else []
-        grads, known, down_gradients = down_backward(
-            *(flatten_tokens(dy), ha, outputs, down, down_adapter),
-            *(ctx.activation, ctx.down_dtype, scales),
-        )
-        du, db = rank_and_output_gradients(grads, xa, inner, inner_adapters, ctx.inner_dtype)
+        inner: BoundLinears = ctx.inner
+        down: BoundLinears = ctx.down
+        dy = dy.flatten(0, -2)
+        x, xa, ha, *saved = ctx.saved_tensors
+        outputs = saved[: len(inner.linears)]
+        all_factors = saved[len(inner.linears) :]
+        own = len(inner.adapters) + 1 if inner.adapters else 0
+        factors, down_factors = all_factors[:own], all_factors[own:]
+        du, db = down.rank_and_output_gradients([dy], ha, down_factors)
+        dh = down.input_gradient([dy], du, down_factors)
+        grads = [torch.empty_like(output) for output in outputs]
+        halves = (*split_halves(outputs), ctx.activation, *split_halves(grads))
+        # The outputs of gate and up are not overwritten: a second backward pass may need them.
+        known, da = None, None
+        if ctx.needs_input_grad[0] and len(inner.row_scales) == 2:
+            known = glu_backward_float8(dh, *halves, *inner.row_scales)
+        else:
+            da = backward_with_adapter(dh, *halves, du)
+        down_gradients = down.adapter_gradients(dh, du, db, da)
+        du, db = inner.rank_and_output_gradients(grads, xa, factors)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = input_gradient(grads, du, inner, inner_adapters, known).view(x.shape)
-        x = x.reshape(-1, x.shape[-1])
-        inner_gradients = adapter_gradients(x, du, db, inner, ctx.inner_dtype)
-        return dx, *(None,) * 6, *inner_gradients, *down_gradients
-
-
-def down_backward(
-    dy: Tensor,
-    ha: Tensor | None,
-    outputs: list[Tensor],
-    down: FrozenLinear,
-    adapters: Adapters,
-    activation: Activation,
-    dtype: torch.dtype | None,
-    scales: list[Tensor | None],
-) -> tuple[list[Tensor], tuple[Quantized, ...] | None, list[Tensor | None]]:
-    """Return the gradients of `outputs`, the same in float8, and those of down's adapter.
-
-    dy (N, out). `outputs` are gate's and up's (N, I), or both as one (N, 2 I). `scales` are those
-    of gate's and up's rows; if both have some, their gradients are quantized, too.
-    """
-    du, db = rank_and_output_gradients([dy], ha, [down], adapters, dtype)
-    dh = input_gradient([dy], du, [down], adapters)
-    grads = [torch.empty_like(output) for output in outputs]
-    gate, up = split_halves(tuple(outputs))
-    dgate, dup = split_halves(tuple(grads))
-    # The outputs of gate and up are not overwritten: a second backward pass may need them.
-    if len(scales) == 2 and all(scale is not None for scale in scales):
-        known = glu_backward_float8(dh, gate, up, activation, dgate, dup, *scales)
-        return grads, known, adapter_gradients(dh, du, db, [down], dtype)
-    da = backward_with_adapter(dh, gate, up, activation, dgate, dup, du, dtype)
-    return grads, None, cast([da, *db], dtype)
+            dx = inner.input_gradient(grads, du, factors, known).view(x.shape)
+        gradients = inner.adapter_gradients(x.flatten(0, -2), du, db)
+        return dx, None, None, None, None, *gradients, *down_gradients
 
 
 def install_mlp(setup: TrainingSetup) -> int:

@@ -1,11 +1,12 @@
-"""Products of linears whose weights are frozen and that may have adapters, and their gradients.
+"""Linears whose weights are frozen and that may have adapters: products, and their gradients.
 
-    dU_i = s_i dy_i B_i                  the gradient of x A_i^T
-    dB_i = s_i dy_i^T (x A_i^T),         dA_i = dU_i^T x
+    y_i = x W_i^T + b_i + s_i U_i B_i^T,        U_i = x A_i^T
+    dU_i = s_i dy_i B_i,  dx = sum_i dU_i A_i + dy_i W_i
+    dB_i = s_i dy_i^T U_i,                      dA_i = dU_i^T x
 
-The other formulas are in `lora`. Base weights may be plain, packed in 4 bits or in float8. LoRA's
-thin products read the input as it was, and are added to what a float8 product has rounded to 16
-bits.
+A weight may be plain, packed in 4 bits or in float8: each form is a class, chosen when linears are
+bound. LoRA's thin products read the input as it was, and are added to what a float8 product has
+rounded to 16 bits. In a layer that rounds, W_i is the rounded sum of the weight and the adapter.
 
 dU_i and dB_i both read dy_i, which is all that takes time. On a Hopper GPU one pass computes both
 (`adapter_kernels`) if the ranks of all linears are equal and small. Elsewhere they are products.
@@ -15,87 +16,25 @@ an input.
 """
 
 import contextlib
-from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from bitsandbytes.nn import Linear4bit
+from torch import Tensor, nn
 from torch.nn import functional
 
 from sft_play.models.delivered import DeliveredLinear
 from sft_play.models.fast.linears.four_bit import unpack
 from sft_play.models.float8.format import Quantized
+from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.float8.quantize import input_product, product, quantize
-from sft_play.models.partitioned import gathered
+from sft_play.models.partitioned import gathered, is_partitioned
 from sft_play.plan.needs import HOPPER
 
-
-class FrozenLinear(NamedTuple):
-    """The frozen part of a LoRA linear, or of a linear without an adapter."""
-
-    weight: Tensor  # (out, in), or packed 4-bit, or float8 with row_scales
-    bias: Tensor | None  # (out,)
-    scale: float  # of the adapter, 0 without one
-    rank: int  # of the adapter, 0 without one
-    columns: slice  # of x A^T (N, R), that are the adapter's
-    row_scales: Tensor | None = None  # (out,) float32, of a float8 weight
-    is_partitioned: bool = False  # by ZeRO-3
-    delivered: DeliveredLinear | None = None  # the layer, if it rounds
-    adapter: tuple[Tensor | None, Tensor | None] = (None, None)  # A and B as they are trained
-
-    def rounded_weight(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight (out, in) that a layer which rounds multiplies by, adapter included."""
-        return self.delivered.rounded_weight(*self.adapter, self.scale).to(dtype)
-
-
-class Adapters(NamedTuple):
-    """The adapters of linears that share an input, in the dtype of the products."""
-
-    a: Tensor | None  # (R, in): all A, stacked
-    b: tuple[Tensor | None, ...]  # (out, r) each; None for a linear without an adapter
-
-
-def flatten_tokens(x: Tensor) -> Tensor:
-    """Return x (..., features) as (N, features)."""
-    return x.reshape(-1, x.shape[-1])
-
-
-def cast_adapters(parameters: Sequence[Tensor | None], dtype: torch.dtype) -> Adapters:
-    """Return A_1, B_1, A_2, ... in `dtype`, by one kernel for all.
-
-    The A are stacked to one matrix, so that x is read once for all of them.
-    """
-    a = [tensor for tensor in parameters[0::2] if tensor is not None]
-    b = [tensor for tensor in parameters[1::2] if tensor is not None]
-    if not a:
-        return Adapters(None, (None,) * (len(parameters) // 2))
-    ranks = [len(tensor) for tensor in a]
-    stacked = a[0].new_empty(sum(ranks), a[0].shape[1], dtype=dtype)
-    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in b]
-    torch._foreach_copy_([*stacked.split(ranks), *copies], [*a, *b])
-    remaining = iter(copies)
-    cast_b: list[Tensor | None] = []
-    for tensor in parameters[1::2]:
-        cast_b.append(None if tensor is None else next(remaining))
-    return Adapters(stacked, tuple(cast_b))
-
-
-def adapters_in(
-    dtype: torch.dtype, copies: Adapters | None, parameters: Sequence[Tensor | None]
-) -> Adapters:
-    """Return the copies of adapters if they are in `dtype`, else the parameters cast to it."""
-    if copies is not None and copies.a is not None and copies.a.dtype == dtype:
-        return copies
-    return cast_adapters(parameters, dtype)
-
-
-def adapter_dtype(parameters: Sequence[Tensor | None]) -> torch.dtype | None:
-    """Return the dtype of the adapters and of their gradients; None without adapters."""
-    for parameter in parameters:
-        if parameter is not None:
-            return parameter.dtype
-    return None
+# A of all linears stacked (R, in), then each B (out, r), in the dtype of products; () without
+Factors = Sequence[Tensor]
 
 
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -105,88 +44,119 @@ def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return unpack(weight).to(dtype)
 
 
-def project(
-    x: Tensor,
-    linears: Sequence[FrozenLinear],
-    adapters: Adapters,
-    known: Quantized | None = None,
-    xa: Tensor | None = None,
-) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """Return y_i (..., out_i) of x (..., in), and x A^T (N, R).
+class Adapter(NamedTuple):
+    """The adapter of a linear, as it is trained."""
 
-    `known` is x in float8, and `xa` is x A^T, if whoever computed x has them.
-    """
-    flat = x.reshape(-1, x.shape[-1])
-    if xa is None and adapters.a is not None:
-        xa = flat @ adapters.a.t()
-    quantized = known
-    outputs = []
-    for linear, b in zip(linears, adapters.b, strict=True):
-        bias = None if linear.bias is None else linear.bias.to(x.dtype)
-        if linear.delivered is not None:
-            rounded = linear.delivered.rounding.inputs(x)
-            outputs.append(functional.linear(rounded, linear.rounded_weight(x.dtype), bias))
-            continue
-        if linear.row_scales is not None:
-            quantized = quantize(flat) if quantized is None else quantized
-            y = product(quantized, linear.weight, linear.row_scales, x.dtype)
-            if bias is not None:
-                y.add_(bias)
-            if b is not None:
-                y.addmm_(xa[:, linear.columns], b.t(), alpha=linear.scale)
-            # no view: a model may add to what it gets in place
-            outputs.append(torch.ops.aten._unsafe_view(y, [*x.shape[:-1], y.shape[1]]))
-            continue
-        if b is None:
-            outputs.append(functional.linear(x, dequantize(linear.weight, x.dtype), bias))
-            continue
+    a: Tensor  # (r, in)
+    b: Tensor  # (out, r)
+    scale: float
+    rank: int  # ZeRO-3 may have freed the tensors
+    number: int  # among the adapters of linears that share an input
+    columns: slice  # of x A^T (N, R)
+
+
+class Inputs(NamedTuple):
+    """What linears read that share an input."""
+
+    x: Tensor  # (N, in)
+    factors: Factors
+    xa: Tensor | None  # x A^T (N, R)
+    in_float8: Quantized | None
+
+
+class FrozenLinear:
+    """A linear without an adapter, whose weight is plain or in 4 bits."""
+
+    def __init__(self, base: nn.Module, adapter: Adapter | None = None):
+        self.weight, self.bias = base.weight, base.bias
+        self.adapter = adapter
+        self.full_weight = self.weight.to  # of a dtype, (out, in)
+        if isinstance(base, Linear4bit):
+            self.full_weight = partial(dequantize, self.weight)
+        self.gathering: Callable[..., Any] = contextlib.nullcontext
+        if is_partitioned(self.weight):
+            self.gathering = partial(gathered, [self.weight])
+
+    def output(self, inputs: Inputs) -> Tensor:
+        """Return y (N, out)."""
+        dtype = inputs.x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return functional.linear(inputs.x, self.full_weight(dtype), bias)
+
+    def input_gradient(
+        self, dy: Tensor, dx: Tensor | None, known: Quantized | None = None
+    ) -> Tensor:
+        """Return dx + dy W (N, in); `known` is dy in float8, times the scales of the weight."""
+        with self.gathering():
+            weight = self.full_weight(dy.dtype)
+            return dy @ weight if dx is None else dx.addmm_(dy, weight)
+
+
+class AdaptedLinear(FrozenLinear):
+    """A linear with an adapter, which is added in the float32 accumulator of the large product."""
+
+    def output(self, inputs: Inputs) -> Tensor:
+        """Return y (N, out)."""
         # Allocate the output before the dequantized weight: otherwise freeing the weight fragments
         # the allocator, by 2.4 GiB for an 8B model.
-        y = x.new_empty(*x.shape[:-1], len(b))
-        flat_y = y.view(-1, len(b))
-        if bias is None:
-            flat_y.addmm_(xa[:, linear.columns], b.t(), beta=0, alpha=linear.scale)
+        x, adapter = inputs.x, self.adapter
+        b, u = inputs.factors[1 + adapter.number], inputs.xa[:, adapter.columns]
+        y = x.new_empty(len(x), len(b))
+        if self.bias is None:
+            y.addmm_(u, b.t(), beta=0, alpha=adapter.scale)
         else:
-            torch.addmm(bias, xa[:, linear.columns], b.t(), alpha=linear.scale, out=flat_y)
-        flat_y.addmm_(flat, dequantize(linear.weight, x.dtype).t())
-        outputs.append(y)
-    return tuple(outputs), xa
+            torch.addmm(self.bias.to(x.dtype), u, b.t(), alpha=adapter.scale, out=y)
+        return y.addmm_(x, self.full_weight(x.dtype).t())
 
 
-def input_gradient(
-    dy: Sequence[Tensor],
-    du: Tensor | None,
-    linears: Sequence[FrozenLinear],
-    adapters: Adapters,
-    known: Sequence[Quantized | None] | None = None,
-) -> Tensor:
-    """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer.
+class RoundedLinear(AdaptedLinear):
+    """A linear that rounds its weight, adapter included, and what it reads."""
 
-    A rounded W_i has its adapter in it. `known` are dy_i in float8, multiplied by the scales of the
-    weight, or None.
-    """
-    known = known or [None] * len(dy)
-    # a float8 product has an output of its own, which the adapters' part is added to
-    is_float8 = False
-    for linear in linears:
-        is_float8 = is_float8 or linear.row_scales is not None
-    is_rounded = linears[0].delivered is not None
-    dx = None if du is None or is_float8 or is_rounded else du @ adapters.a
-    for grad, linear, quantized in zip(dy, linears, known, strict=True):
-        if linear.row_scales is not None:
-            if quantized is None:
-                quantized = quantize(grad, linear.row_scales)
-            part = input_product(quantized, linear.weight, grad.dtype)
-            dx = part if dx is None else dx.add_(part)
-            continue
-        with gathered([linear.weight]) if linear.is_partitioned else contextlib.nullcontext():
-            if is_rounded:
-                weight = linear.rounded_weight(grad.dtype)
-            else:
-                weight = dequantize(linear.weight, grad.dtype)
-            dx = grad @ weight if dx is None else dx.addmm_(grad, weight)
-            del weight  # before the next one is dequantized
-    return dx.addmm_(du, adapters.a) if is_float8 and du is not None else dx
+    def __init__(self, base: DeliveredLinear, adapter: Adapter | None = None):
+        super().__init__(base, adapter)
+        factors = () if adapter is None else adapter[:3]
+        self.full_weight = lambda dtype: base.rounded_weight(*factors).to(dtype)
+        self.rounding = base.rounding
+
+    def output(self, inputs: Inputs) -> Tensor:
+        """Return y (N, out)."""
+        return FrozenLinear.output(self, inputs._replace(x=self.rounding.inputs(inputs.x)))
+
+
+class QuantizedLinear(AdaptedLinear):
+    """A linear in float8."""
+
+    def __init__(self, base: Float8Linear, adapter: Adapter | None = None):
+        super().__init__(base, adapter)
+        self.row_scales = base.weight_scale  # (out,) float32
+
+    def output(self, inputs: Inputs) -> Tensor:
+        """Return y (N, out)."""
+        y = product(inputs.in_float8, self.weight, self.row_scales, inputs.x.dtype)
+        if self.bias is not None:
+            y.add_(self.bias.to(y.dtype))
+        adapter = self.adapter
+        if adapter is not None:
+            b, u = inputs.factors[1 + adapter.number], inputs.xa[:, adapter.columns]
+            y.addmm_(u, b.t(), alpha=adapter.scale)
+        return y
+
+    def input_gradient(
+        self, dy: Tensor, dx: Tensor | None, known: Quantized | None = None
+    ) -> Tensor:
+        """Return dx + dy W (N, in)."""
+        known = quantize(dy, self.row_scales) if known is None else known
+        part = input_product(known, self.weight, dy.dtype)
+        return part if dx is None else dx.add_(part)
+
+
+def frozen_linear(base: nn.Module, adapter: Adapter | None) -> FrozenLinear:
+    """Return a base layer and its adapter in the form that computes with its weight."""
+    if isinstance(base, DeliveredLinear):
+        return RoundedLinear(base, adapter)
+    if isinstance(base, Float8Linear):
+        return QuantizedLinear(base, adapter)
+    return FrozenLinear(base) if adapter is None else AdaptedLinear(base, adapter)
 
 
 # With 32, what a pass writes and adds up took as long on an H200 as reading dy again.
@@ -194,55 +164,127 @@ LARGEST_RANK = 16
 ALIGNMENT = 16  # bytes that it loads at once
 
 
-def rank_and_output_gradients(
-    dy: Sequence[Tensor],
-    xa: Tensor | None,
-    linears: Sequence[FrozenLinear],
-    adapters: Adapters,
-    dtype: torch.dtype | None,
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return dU (N, R), and dB_i (out_i, r_i) in `dtype` or in that of dy; None without adapters.
+class BoundLinears:
+    """Linears that share an input, as long as their modules stay as they are."""
 
-    dy_i (N, out_i), xa (N, R).
-    """
-    if xa is None:
-        return None, [None] * len(linears)
-    own_dy, own_b = [], []
-    for grad, b in zip(dy, adapters.b, strict=True):
-        if b is not None:
-            own_dy.append(grad)
-            own_b.append(b)
-    own = [linear for linear in linears if linear.rank]
-    if fit_one_pass(own_dy, own_b, own):
-        from sft_play.models.fast.linears import adapter_kernels  # Triton needs a GPU
+    def __init__(self, linears: Sequence[FrozenLinear]):
+        self.linears = linears
+        quantized = [each for each in linears if isinstance(each, QuantizedLinear)]
+        self.row_scales = [each.row_scales for each in quantized]
+        self.is_float8 = bool(quantized)
+        self.is_rounded = isinstance(linears[0], RoundedLinear)
+        self.adapters = [each.adapter for each in linears if each.adapter is not None]
+        self.adapted = [place for place, each in enumerate(linears) if each.adapter is not None]
+        self.ranks = [adapter.rank for adapter in self.adapters]
+        self.parameters = (*(each.a for each in self.adapters), *(each.b for each in self.adapters))
+        self.copies: Factors = ()  # of the parameters, if something else casts them
+        self.are_equal = len({(each.rank, each.scale) for each in self.adapters}) == 1
 
-        scale = own[0].scale
-        du, db = adapter_kernels.rank_and_output_gradients(own_dy, own_b, xa, scale, dtype)
-        own_db = db.split([grad.shape[1] for grad in own_dy])
-    else:
+    def factors(self, dtype: torch.dtype) -> Factors:
+        """Return the adapters in `dtype`: the copies if they are, else cast here by one kernel.
+
+        The A are stacked to one matrix, so that x is read once for all of them.
+        """
+        if not self.adapters:
+            return ()
+        if self.copies and self.copies[0].dtype == dtype:
+            return self.copies
+        a, b = self.parameters[: len(self.ranks)], self.parameters[len(self.ranks) :]
+        stacked = a[0].new_empty(sum(self.ranks), a[0].shape[1], dtype=dtype)
+        cast_b = [torch.empty_like(each, dtype=dtype) for each in b]
+        torch._foreach_copy_([*stacked.split(self.ranks), *cast_b], self.parameters)
+        return stacked, *cast_b
+
+    def project(
+        self, x: Tensor, factors: Factors, known: Quantized | None, xa: Tensor | None = None
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Return y_i (N, out_i) of x (N, in), and x A^T (N, R).
+
+        `known` is x in float8, and `xa` is x A^T, if whoever computed x has them.
+        """
+        if xa is None and factors:
+            xa = x @ factors[0].t()
+        if self.is_float8 and known is None:
+            known = quantize(x)
+        inputs = Inputs(x, factors, xa, known)
+        return [linear.output(inputs) for linear in self.linears], xa
+
+    def input_gradient(
+        self,
+        dy: Sequence[Tensor],
+        du: Tensor | None,
+        factors: Factors,
+        known: Sequence[Quantized | None] | None = None,
+    ) -> Tensor:
+        """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer.
+
+        A rounded W_i has its adapter in it. `known` are dy_i in float8, multiplied by the scales of
+        the weight, or None.
+        """
+        # a float8 product has an output of its own, which the adapters' part is added to
+        is_first = bool(factors) and not (self.is_float8 or self.is_rounded)
+        dx = du @ factors[0] if is_first else None
+        for grad, linear, quantized in zip(
+            dy, self.linears, known or [None] * len(dy), strict=True
+        ):
+            dx = linear.input_gradient(grad, dx, quantized)
+        return dx.addmm_(du, factors[0]) if factors and self.is_float8 else dx
+
+    def rank_and_output_gradients(
+        self, dy: Sequence[Tensor], xa: Tensor | None, factors: Factors
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """Return dU (N, R), and dB_i (out_i, r_i) of each adapter; None without adapters.
+
+        dy_i (N, out_i) of all linears, xa (N, R). dB_i are in the dtype of dy or of the adapters.
+        """
+        if not self.adapters:
+            return None, []
+        dy, b = [dy[place] for place in self.adapted], factors[1:]
+        if self.are_equal and fit_one_pass(dy, b):
+            from sft_play.models.fast.linears import adapter_kernels  # Triton needs a GPU
+
+            scale, dtype = self.adapters[0].scale, self.parameters[0].dtype
+            return adapter_kernels.rank_and_output_gradients(dy, b, xa, scale, dtype)
         du = xa.new_empty(xa.shape)
-        own_db = []
-        for grad, b, linear in zip(own_dy, own_b, own, strict=True):
-            own_xa = xa[:, linear.columns]
-            du[:, linear.columns].addmm_(grad, b, beta=0, alpha=linear.scale)
-            db = torch.empty_like(b).addmm_(grad.t(), own_xa, beta=0, alpha=linear.scale)
-            own_db.append(db)
-    remaining = iter(own_db)
-    return du, [next(remaining) if linear.rank else None for linear in linears]
+        db = []
+        for grad, each, adapter in zip(dy, b, self.adapters, strict=True):
+            columns, scale = adapter.columns, adapter.scale
+            du[:, columns].addmm_(grad, each, beta=0, alpha=scale)
+            db.append(torch.empty_like(each).addmm_(grad.t(), xa[:, columns], beta=0, alpha=scale))
+        return du, db
+
+    def adapter_gradients(
+        self, x: Tensor, du: Tensor | None, db: list[Tensor], da: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return the gradients of `parameters` in their dtype; x (N, in), du (N, R).
+
+        `da` is dA of all adapters (R, in), if whoever computed x has it.
+        """
+        if not self.adapters:
+            return []
+        dtype = self.parameters[0].dtype
+        da = a_gradient(du, x, dtype) if da is None else da
+        gradients = [*da.split(self.ranks), *db]
+        others = {
+            place: torch.empty_like(each, dtype=dtype)
+            for place, each in enumerate(gradients)
+            if each.dtype != dtype
+        }
+        if others:  # one kernel casts them
+            torch._foreach_copy_(list(others.values()), [gradients[place] for place in others])
+        return [others.get(place, each) for place, each in enumerate(gradients)]
 
 
-def fit_one_pass(
-    dy: Sequence[Tensor], b: Sequence[Tensor], linears: Sequence[FrozenLinear]
-) -> bool:
-    """Return whether one pass over dy computes what it takes two products for, and sooner."""
-    first = linears[0]
+def fit_one_pass(dy: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Return whether one pass over dy computes what it takes two products for, and sooner.
+
+    The ranks and scales of the adapters are equal.
+    """
     if not is_hopper(dy[0].device) or dy[0].element_size() != 2:
         return False
     from sft_play.models.fast.linears.adapter_kernels import MOST_SHARING  # Triton needs a GPU
 
-    if len(linears) > MOST_SHARING or first.rank > LARGEST_RANK or not len(dy[0]):
-        return False
-    if any((linear.rank, linear.scale) != (first.rank, first.scale) for linear in linears):
+    if len(dy) > MOST_SHARING or b[0].shape[1] > LARGEST_RANK or not len(dy[0]):
         return False
     if any(grad.stride(1) != 1 for grad in dy) or not all(each.is_contiguous() for each in b):
         return False
@@ -255,24 +297,7 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
-def adapter_gradients(
-    x: Tensor,
-    du: Tensor | None,
-    db: Sequence[Tensor | None],
-    linears: Sequence[FrozenLinear],
-    dtype: torch.dtype | None,
-) -> list[Tensor | None]:
-    """Return dA_1 (r_1, in), dB_1 (out_1, r_1), dA_2, ... in `dtype`; x (N, in), du (N, R)."""
-    if du is None:
-        return [None, None] * len(linears)
-    all_da = a_gradient(du, x, dtype).split([linear.rank for linear in linears])
-    gradients: list[Tensor | None] = []
-    for linear, da, each_db in zip(linears, all_da, db, strict=True):
-        gradients += [da, each_db] if linear.rank else [None, None]
-    return cast(gradients, dtype)
-
-
-def a_gradient(du: Tensor, x: Tensor, dtype: torch.dtype | None) -> Tensor:
+def a_gradient(du: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return dA (R, in) = dU^T x for dU (N, R) and x (N, in).
 
     In `dtype` if that is float32 and a GPU multiplies 16 bits: it adds in float32.
@@ -280,15 +305,3 @@ def a_gradient(du: Tensor, x: Tensor, dtype: torch.dtype | None) -> Tensor:
     if x.is_cuda and len(x) and x.element_size() == 2 and dtype == torch.float32:
         return torch.mm(du.t(), x, out_dtype=dtype)
     return du.t() @ x
-
-
-def cast(tensors: list[Tensor | None], dtype: torch.dtype | None) -> list[Tensor | None]:
-    """Return tensors in a dtype; one kernel casts those of another."""
-    others = {
-        place: torch.empty_like(each, dtype=dtype)
-        for place, each in enumerate(tensors)
-        if each is not None and each.dtype != dtype
-    }
-    if others:
-        torch._foreach_copy_(list(others.values()), [tensors[place] for place in others])
-    return [others.get(place, each) for place, each in enumerate(tensors)]
