@@ -17,8 +17,7 @@ from sft_play.errors import CheckpointError, EnvironmentFault
 from sft_play.inference import convert_gguf, gguf_tools
 from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
-from sft_play.inference.export_gguf import added, turn_texts_of
-from sft_play.inference.gguf_score import GgufScores, SameTokens
+from sft_play.inference.export_gguf import GgufScores, SameTokens, added, turn_texts_of
 from sft_play.inference.gguf_tools import LlamaCpp, UnknownPreTokenizer
 from sft_play.inference.modelfile import modelfile_text
 from sft_play.runs import exports, seal

@@ -112,10 +112,10 @@ def test_the_table_has_every_run_and_the_best_has_the_lowest_held_out_loss(tmp_p
     write_run(trials[1].folder, 12, 0.75)
     write_report(trials[2].folder, status="failed", cause="diverged\nmore")
     assert sweep.table(trials) == [
-        "settings          loss  ROUGE-L    step  minutes  status",
-        "train.seed=a    1.2500    0.500      12      1.5  done a",
-        "train.seed=b    0.7500    0.500      12      1.5  done b",
-        "train.seed=c         -        -       -        -  failed c diverged",
+        "settings        loss  ROUGE-L  step  minutes  status",
+        "train.seed=a  1.2500    0.500    12      1.5  done a",
+        "train.seed=b  0.7500    0.500    12      1.5  done b",
+        "train.seed=c       -        -     -        -  failed c diverged",
     ]
     assert sweep.best_of(trials) is trials[1]
     assert sweep.lines_of_best(trials[1])[0] == "best b: train.seed=b"

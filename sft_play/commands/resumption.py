@@ -75,7 +75,7 @@ def run_of_name(call: Call) -> RunFolder | None:
 
 def is_in_place(folder: Path, resume_from: str | None) -> bool:
     """Return whether a run continues in the folder that it had, rather than in a new one."""
-    run = resumed_run(resume_from) if resume_from else None
+    run = resumed_run(resume_from)
     return run is not None and run.path.resolve() == folder.resolve()
 
 
@@ -151,7 +151,7 @@ def _with(call: Call, path: str, value: str) -> Call:
 
 def plan_of_resumed(resume_from: str | None) -> RunPlan | None:
     """Return the plan of the run that is resumed, None if no run is resumed."""
-    run = resumed_run(resume_from) if resume_from else None
+    run = resumed_run(resume_from)
     return read_plan(run) if run else None
 
 
@@ -165,7 +165,7 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
         return
     # the worker reads large files, too, before it loads one
     checkpoint = checkpoints.choose(Path(train.resume_from), print, reads_all=False)
-    resumed = Resumed.read(checkpoint)
+    resumed = Resumed(checkpoint, stamp.read(checkpoint))
     resumed.refuse_changes(planned.config, loaded.origin)
     now = {**stamp.wanted(planned.config), "precision": precision(planned.config)}
     saved = stamp.refuse_mismatch(checkpoint, now, train.allow_backend_change)

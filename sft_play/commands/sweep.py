@@ -28,6 +28,7 @@ from sft_play.runs.checkpoints import has_checkpoint
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import GOING_ON, score_names
 from sft_play.runs.resumed import AskedRun
+from sft_play.runs.tables import aligned
 from sft_play.stops import StopSignals
 
 EXAMPLE = 'OVER="train.learning_rate=1e-4,2e-4 tuning.lora.r=8,16"'
@@ -259,29 +260,28 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
 
 def table(trials: Sequence[Trial]) -> list[str]:
     """Return a line for each trial: settings, held-out scores, last step, minutes and status."""
-    width = max(len(trial.settings) for trial in trials)
     reports = [trial.folder.read_report() for trial in trials]
     found = [name for report in reports for name in score_names(report.scores("after"))]
-    titles = {name: f"{title_of(name):>7}" for name in ["rougeL", *found]}
-    head = f"{'loss':>8}  {'  '.join(titles.values())}  {'step':>6}  {'minutes':>7}  status"
-    lines = [f"{'settings':<{width}}  {head}"]
+    names = dict.fromkeys(["rougeL", *found])
+    rows = [("settings", "loss", *map(title_of, names), "step", "minutes", "status")]
     for trial, report in zip(trials, reports, strict=True):
         scores = report.scores("after")
         seconds = report.total_seconds
-        numbers = [
-            as_cell(scores.get("eval_loss"), 8, 4),
-            *(as_cell(scores.get(name), len(title), 3) for name, title in titles.items()),
-            as_cell(report.global_step, 6, 0),
-            as_cell(seconds / 60 if seconds else None, 7, 1),
+        cells = [
+            trial.settings,
+            as_cell(scores.get("eval_loss"), 4),
+            *(as_cell(scores.get(name), 3) for name in names),
+            as_cell(report.global_step, 0),
+            as_cell(seconds / 60 if seconds else None, 1),
+            f"{report.state} {trial.folder.name} {report.cause_line}",
         ]
-        status = f"{report.state} {trial.folder.name} {report.cause_line}".rstrip()
-        lines.append("  ".join([f"{trial.settings:<{width}}", *numbers, status]))
-    return lines
+        rows.append(tuple(cells))
+    return aligned(rows, left=(0, len(rows[0]) - 1))
 
 
-def as_cell(number: float | None, width: int, digits: int) -> str:
-    """Return a number of the table, right-aligned; a dash if there is none."""
-    return f"{'-':>{width}}" if number is None else f"{number:>{width}.{digits}f}"
+def as_cell(number: float | None, digits: int) -> str:
+    """Return a number of the table, a dash if there is none."""
+    return "-" if number is None else f"{number:.{digits}f}"
 
 
 def lines_of_best(best: Trial) -> list[str]:

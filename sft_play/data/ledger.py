@@ -14,6 +14,7 @@ from typing import Self
 from sft_play.data.row_parsing import unused_notes
 from sft_play.data.rows import Json
 from sft_play.data.special_text import special_notes
+from sft_play.runs.tables import aligned
 
 
 @dataclass
@@ -379,16 +380,13 @@ def variable_lines(ledger: Ledger) -> list[str]:
 def table_lines(table: Table) -> list[str]:
     """Return a table as aligned text; names that are too long lose their beginning."""
     rows = [table.headings, *table.lines]
-    name_width, *cell_widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    room = MAX_COLUMNS - sum(width + 2 for width in cell_widths)
-    name_width = min(name_width, max(len(table.headings[0]), room))
-    lines = []
+    _, *columns = zip(*rows, strict=True)
+    room = MAX_COLUMNS - sum(max(map(len, column)) + 2 for column in columns)
+    room = max(len(table.headings[0]), room)
+    shown = []
     for name, *cells in rows:
-        if len(name) > name_width:
-            name = f"…{name[1 - name_width :]}"
-        padded = [f"{cell:>{width}}" for cell, width in zip(cells, cell_widths, strict=True)]
-        lines.append("  ".join([f"{name:<{name_width}}", *padded]).rstrip())
-    return lines
+        shown.append([name if len(name) <= room else f"…{name[1 - room :]}", *cells])
+    return aligned(shown)
 
 
 def _format(value: float | None) -> str:

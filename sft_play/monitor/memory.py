@@ -4,10 +4,7 @@ Asks NVML and psutil, never torch.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from sft_play.monitor.gpus import gib
 from sft_play.plan.devices import (
@@ -17,23 +14,18 @@ from sft_play.plan.devices import (
     host_memory,
     nvml_gpus,
     nvml_session,
+    sample_gpus,
 )
 from sft_play.runs import lock
 from sft_play.runs.folder import listing
+from sft_play.runs.metrics import GpuSample
 from sft_play.runs.report import RunReport
 
 PROCESSES_SHOWN = 5
 
 
-@dataclass(frozen=True)
-class GpuUse:
-    """What one process holds on one GPU."""
-
-    gpu: str  # cuda:0
-    used_bytes: int | None  # None if NVML does not say
-
-
-UseByPid = Mapping[int, list[GpuUse]]
+# The bytes that each process has on a GPU such as cuda:0, None if NVML does not say
+UseByPid = Mapping[int, Mapping[str, int | None]]
 
 
 def memory_check_lines(environ: Mapping[str, str], output_dir: Path) -> list[str]:
@@ -48,19 +40,21 @@ def memory_check_lines(environ: Mapping[str, str], output_dir: Path) -> list[str
     if not gpus:
         return [ram, *_python_lines(), *run_lines(output_dir, {}), f"no GPU: {reason}"]
     lines: list[str] = []
-    uses: dict[int, list[GpuUse]] = {}
+    uses: dict[int, dict[str, int | None]] = {}
     try:
+        loads = sample_gpus({gpu.index: gpu.uuid for gpu in gpus})
         with nvml_session() as nvml:
-            for gpu in gpus:
+            for gpu, load in zip(gpus, loads, strict=True):
                 handle = nvml.nvmlDeviceGetHandleByUUID(gpu.uuid)
                 processes: dict[int, int | None] = {}
                 for kind in ("Graphics", "Compute"):
                     question = f"nvmlDeviceGet{kind}RunningProcesses"
                     for process in answer(nvml, question, handle) or []:
                         processes[process.pid] = process.usedGpuMemory
-                lines += _gpu_lines(nvml, gpu, handle, processes)
+                limit = answer(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)
+                lines += _gpu_lines(gpu, load, limit, processes)
                 for pid, used_bytes in processes.items():
-                    uses.setdefault(pid, []).append(GpuUse(f"cuda:{gpu.index}", used_bytes))
+                    uses.setdefault(pid, {})[f"cuda:{gpu.index}"] = used_bytes
     except NvmlUnavailable as error:  # a GPU can fall off the bus between two questions
         return [ram, f"GPUs: {error}"]
     return [*lines, ram, *run_lines(output_dir, uses)]
@@ -101,9 +95,9 @@ def _run_lines(name: str, report: RunReport, uses: UseByPid) -> Iterator[str]:
     for pid in pids:
         if report.device == "cpu":
             yield f"{start}, {gib(_resident_bytes(pid))} GiB of RAM in use (pid {pid})"
-        for use in uses.get(pid, []):
-            held = "an unknown part" if use.used_bytes is None else f"{gib(use.used_bytes)} GiB"
-            yield f"{start}, {held} in use on {use.gpu} (pid {pid})"
+        for gpu, used_bytes in uses.get(pid, {}).items():
+            held = "an unknown part" if used_bytes is None else f"{gib(used_bytes)} GiB"
+            yield f"{start}, {held} in use on {gpu} (pid {pid})"
     if report.device != "cpu" and not any(pid in uses for pid in pids):
         yield (
             f"{start}; NVML lists none of its processes, as in a container: "
@@ -121,28 +115,22 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _gpu_lines(
-    nvml: ModuleType, gpu: Gpu, handle: Any, processes: Mapping[int, int | None]
+    gpu: Gpu, load: GpuSample, limit_milliwatts: int | None, processes: Mapping[int, int | None]
 ) -> Iterator[str]:
     """Yield the memory and load of a GPU, then its processes, the largest first."""
-    rates = answer(nvml, "nvmlDeviceGetUtilizationRates", handle)
-    busy = f"{rates.gpu} % busy" if rates else "utilization not available"
     used = f"{gib(gpu.total_bytes - gpu.free_bytes)} of {gib(gpu.total_bytes)} GiB used"
-    yield ", ".join([f"cuda:{gpu.index} {gpu.name}: {used}", busy, *_power_and_heat(nvml, handle)])
+    facts = [f"cuda:{gpu.index} {gpu.name}: {used}", "utilization not available"]
+    if load.busy_percent is not None:
+        facts[1] = f"{load.busy_percent} % busy"
+    if load.watts is not None:
+        limit = f" of {limit_milliwatts / 1000:.0f}" if limit_milliwatts else ""
+        facts.append(f"{load.watts}{limit} W")
+    if load.celsius is not None:
+        facts.append(f"{load.celsius} °C")
+    yield ", ".join(facts)
     for pid, used_bytes in sorted(processes.items(), key=lambda item: -(item[1] or 0)):
         held = "memory not available" if used_bytes is None else f"{gib(used_bytes)} GiB"
         yield f"  pid {pid} {_process_name(pid)}: {held}"
-
-
-def _power_and_heat(nvml: ModuleType, handle: Any) -> Iterator[str]:
-    """Yield power and temperature, if NVML gives them."""
-    milliwatts = answer(nvml, "nvmlDeviceGetPowerUsage", handle)
-    limit_milliwatts = answer(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)
-    if milliwatts is not None:
-        limit = f" of {limit_milliwatts / 1000:.0f}" if limit_milliwatts else ""
-        yield f"{milliwatts / 1000:.0f}{limit} W"
-    celsius = answer(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
-    if celsius is not None:
-        yield f"{celsius} °C"
 
 
 def _process_name(pid: int) -> str:

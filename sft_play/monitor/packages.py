@@ -14,6 +14,7 @@ from typing import Any, Literal
 from sft_play.config.backends import UNSLOTH
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan.devices import Gpu
+from sft_play.runs.tables import aligned
 
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))  # as in tools/install
 # GPU images bring 2.11, the CPU pin is 2.13: the code runs on all of them
@@ -74,13 +75,12 @@ def exit_class(findings: Iterable[Finding]) -> ExitClass:
 
 def report_lines(findings: list[Finding]) -> list[str]:
     """Return the findings as aligned lines, each fix below its finding."""
-    width = max((len(finding.subject) for finding in findings), default=0)
-    lines = []
+    rows = []
     for finding in findings:
-        lines.append(f"{finding.level:<7}  {finding.subject:<{width}}  {finding.found}")
+        rows.append((finding.level, finding.subject, finding.found))
         if finding.fix:
-            lines.append(f"{'':<7}  {'':<{width}}  fix: {finding.fix}")
-    return lines
+            rows.append(("", "", f"fix: {finding.fix}"))
+    return aligned(rows, left=range(3))
 
 
 def dotted(version: tuple[int, int]) -> str:

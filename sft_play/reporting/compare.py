@@ -14,6 +14,7 @@ from sft_play.reporting.run_facts import OF_THE_FOLDER, RunFacts
 from sft_play.reporting.verdict import Score
 from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.tables import aligned
 
 AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
 
@@ -156,10 +157,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     with_interval = [f"{title}, 95 % interval" for title in titles[:1]] + titles[1:]
     headings = ("run", "loss", *with_interval, *AFTER_SCORES)
     rows = [headings, *(_cells(run, titles) for run in comparison.runs)]
-    *columns, _ = zip(*rows, strict=True)
-    widths = [max(map(len, column)) for column in columns]
-    lines = [_aligned(row, widths) for row in rows]
-    lines += ["", "settings that differ"]
+    lines = [*aligned(rows, left=(0, len(headings) - 1)), "", "settings that differ"]
     for setting in comparison.settings:
         lines.append(f"  {setting.name}")
         for run, value in zip(comparison.runs, setting.values, strict=True):
@@ -227,11 +225,3 @@ def _number(estimate: Estimate | None, with_interval: bool = False) -> str:
     if with_interval and estimate.low is not None:
         return f"{estimate.mean:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
     return f"{estimate.mean:.4f}"
-
-
-def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
-    """Return a line: the first and the last cell to the left, the others to the right."""
-    name, *numbers, last = row
-    cells = [f"{name:<{widths[0]}}"]
-    cells += [f"{cell:>{width}}" for cell, width in zip(numbers, widths[1:], strict=True)]
-    return "  ".join([*cells, last])

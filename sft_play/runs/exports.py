@@ -94,10 +94,10 @@ def read_parity(path: Path) -> list[ParityRow]:
     try:
         text = path.read_text(encoding="utf-8")
         rows = [ParityRow(**json.loads(line)) for line in text.splitlines()]
+        if not rows:
+            raise ValueError("it has no rows")
+        return rows
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{path} cannot be used ({error}); make export RUN=name writes it"
         ) from None
-    if not rows:
-        raise CheckpointError(f"{path} has no rows; make export RUN=name writes it")
-    return rows

@@ -92,8 +92,7 @@ class LoggedStep:
     def from_log(cls, entry: Mapping[str, Any]) -> "LoggedStep | None":
         """Return an entry of the trainer's log history; None if it has none of these."""
         names = [field.name for field in fields(cls)]
-        values = {name: entry[name] for name in names if name in entry}
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        finite = {name: entry[name] for name in names if math.isfinite(entry.get(name, math.nan))}
         others = {
             name: score
             for name, score in logged_scores(entry, "eval").items()
@@ -108,8 +107,8 @@ class LoggedStep:
     @property
     def scores(self) -> dict[str, float]:
         """The scores of answers to the validation rows, by name."""
-        rouge_l = {} if self.eval_rougeL is None else {"rougeL": self.eval_rougeL}
-        return rouge_l | (self.eval_scores or {})
+        others = self.eval_scores or {}
+        return others if self.eval_rougeL is None else {"rougeL": self.eval_rougeL, **others}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ asked.json has what the user asked of a run before "auto" was resolved, where ea
 written, and how to repeat it. Loads no torch.
 """
 
+import filecmp
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from sft_play.runs import stamp
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.files import Json, write_json
 from sft_play.runs.folder import RunFolder, first_fault
+from sft_play.runs.tables import aligned
 
 # Files may have moved, and the plan is this machine's: digests and the stamp decide
 MAY_CHANGE = {path for path, kind in CLASSES.items() if kind is not OnResume.MUST_MATCH}
@@ -35,7 +37,7 @@ FILES_OF_OPTIMIZER = {
     "deepspeed": ("latest",),
 }
 SCHEDULE_LENGTH = {"train.epochs", "train.max_steps"}
-QUANTISATION = {"tuning.bnb_4bit_quant_type", "tuning.bnb_4bit_use_double_quant"}
+QUANTIZATION = {"tuning.bnb_4bit_quant_type", "tuning.bnb_4bit_use_double_quant"}
 
 ASKED = "asked.json"
 VALUE_LENGTH = 400  # characters of a value that are kept
@@ -55,11 +57,6 @@ class Resumed:
 
     checkpoint: Path
     saved: stamp.Stamp
-
-    @classmethod
-    def read(cls, checkpoint: Path) -> Self:
-        """Return a checkpoint with its stamp. Raises CheckpointError."""
-        return cls(checkpoint, stamp.read(checkpoint))
 
     @property
     def then(self) -> Config:
@@ -91,9 +88,10 @@ class Resumed:
         rows = [("setting", "then", "now", "set by" if origin else "")]
         for path, then, now in refused:
             rows.append((path, word(then), word(now), origin[path] if origin else ""))
+        table = "\n".join(f"  {line}" for line in aligned(rows, left=range(4)))
         raise CheckpointError(
             f"{self.checkpoint} cannot continue with other settings than it was trained with:\n"
-            f"{_table(rows)}\n"
+            f"{table}\n"
             f"Leave these out: TRAIN_RESUME_FROM={config.train.resume_from} alone takes over what "
             f"the run was asked for. {extension}Without TRAIN_RESUME_FROM, under a new "
             "RUN, a new run starts."
@@ -103,16 +101,17 @@ class Resumed:
         """Return the settings in which a resolved config differs from this run's."""
         then = self.then
         found = []
-        for path, kind in CLASSES.items():
+        for path in settings():
             value = attrgetter(path)
-            if kind is not OnResume.OF_LAUNCH and value(then) != value(config):
+            if CLASSES[path] is not OnResume.OF_LAUNCH and value(then) != value(config):
                 found.append(Change(path, value(then), value(config)))
-        order = list(settings())
-        return sorted(found, key=lambda change: order.index(change.path))
+        return found
 
 
-def resumed_run(resume_from: str) -> RunFolder | None:
+def resumed_run(resume_from: str | None) -> RunFolder | None:
     """Return the run folder around what `train.resume_from` names, None if there is none."""
+    if resume_from is None:
+        return None
     path = Path(resume_from)
     for folder in (path, path.parent, path.parent.parent):
         if (folder / "config.yaml").is_file() and (folder / "plan.json").is_file():
@@ -162,9 +161,9 @@ def may_change(then: Config, now: Config, saved: stamp.Stamp) -> set[str]:
     if then.tuning.mode == now.tuning.mode == "full":
         free |= {path for path in settings() if path.startswith("tuning.lora.")}
     if "qlora" not in (then.tuning.mode, now.tuning.mode):
-        free |= QUANTISATION
+        free |= QUANTIZATION
     if now.train.allow_backend_change:
-        free |= QUANTISATION | {"tuning.backend"}
+        free |= QUANTIZATION | {"tuning.backend"}
     is_moved = then.model.name != now.model.name and saved.get("base_digest") is not None
     if is_moved and stamp.wanted(now)["base_digest"] == saved["base_digest"]:
         free |= {"model.name"}
@@ -266,19 +265,8 @@ def _form_of_optimizer(strategy: str | None, is_full: bool) -> str:
 
 
 def _has_equal_file(then: str | None, now: str | None) -> bool:
-    if then is None or now is None or not (Path(then).is_file() and Path(now).is_file()):
-        return False
-    return Path(then).read_bytes() == Path(now).read_bytes()
-
-
-def _table(rows: list[tuple[str, ...]]) -> str:
-    """Return rows of words as lines with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    return "\n".join(lines)
+    paths = [Path(each or "") for each in (then, now)]
+    return all(path.is_file() for path in paths) and filecmp.cmp(*paths, shallow=False)
 
 
 @dataclass(frozen=True)

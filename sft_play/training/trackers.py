@@ -52,7 +52,7 @@ def open_trackers(context: RunContext) -> list[TrainerCallback]:
         return []
     train = context.config.train
     path = source = context.folder.path / IDS
-    earlier = resumed_run(train.resume_from) if train.resume_from else None
+    earlier = resumed_run(train.resume_from)
     if earlier and not path.exists() and not train.extend:  # which makes another schedule
         source = earlier.path / IDS
     ids = read_json(source) if source.exists() else {}
