@@ -158,7 +158,7 @@ def named(output_dir: Path, **variables: str) -> calls.Call:
 
 
 def test_two_answers_and_auto_without_a_name_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="both say where to continue from; leave one out"):
+    with pytest.raises(ConfigError, match="both select what to resume; leave one out"):
         resumption(named(tmp_path, RESUME="auto", TRAIN_RESUME_FROM="a", RUN="b"))
     with pytest.raises(ConfigError, match="set RUN=<name>"):
         resumption(named(tmp_path, RESUME="auto"))

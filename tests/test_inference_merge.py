@@ -195,7 +195,7 @@ def test_a_wrong_scale_is_found_by_the_scores_too(copied, monkeypatch):
     first, *_, cause = why_not(copied)
     assert first.startswith("KL=")
     assert cause.startswith("the merged float32 model is worse than the adapter: eval_loss ")
-    assert "so it or its base has changed since the run; the run's checkpoints/ have" in cause
+    assert "so it or its base has changed since the run. The run's checkpoints/ contain" in cause
 
 
 def refused_here(folder: RunFolder, monkeypatch) -> str:

@@ -41,7 +41,7 @@ def test_runs_are_printed_with_scores_settings_that_differ_and_a_verdict(two, tm
     assert lines[2].startswith("fast") and "4,321" in lines[2]
     between = lines[lines.index("settings that differ") + 1 : -4]
     assert between == ["  train.learning_rate", "    slow: 0.001", "    fast: 0.002", ""]
-    assert "fast against slow: loss +0.000: no clear difference, by the means alone" in lines
+    assert "fast against slow: loss +0.000: no clear difference, by the means only" in lines
     assert "fast against slow: ROUGE-L +0.150 (95 % interval +0.1" in text
     assert lines[-1] == f"page {tmp_path / 'compare-slow-fast.html'}"
 

@@ -183,9 +183,7 @@ def test_a_job_that_is_stopped_before_its_limit_is_queued_again_and_goes_on(clus
 @pytest.mark.parametrize("nodes", ["1", "2"])
 def test_a_job_on_cpus_is_asked_for_in_words(nodes: str) -> None:
     environ = {"CONFIG": "tests/fixtures/empty.yaml", "NNODES": nodes, "CUDA_VISIBLE_DEVICES": ""}
-    with pytest.raises(
-        ConfigError, match=r"GPUS is not given .*such as GPUS=8xH100, or set DEVICE"
-    ):
+    with pytest.raises(ConfigError, match=r"GPUS is not set .*such as GPUS=8xH100, or DEVICE=cpu"):
         slurm(read_call(None, (), None, environ))
     assert "--gpus-per-node=8\n" in slurm(read_call(None, (), "8xH100", environ))
     assert "gpus-per-node" not in slurm(read_call(None, (), None, {**environ, "DEVICE": "cpu"}))

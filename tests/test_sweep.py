@@ -93,7 +93,7 @@ def test_a_finished_run_whose_rows_were_changed_does_not_count_as_done(tmp_path)
         f"run {done[0].folder.path} of this sweep is finished, with other rows than these:\n"
         f"data.train_path={word(str(rows))} (environment DATA_TRAIN_PATH): {rows} has other bytes "
         "than the files that it was trained with\n"
-        "name a new sweep with RUN=, or give it what it was trained with"
+        "write another RUN for a new sweep, or use the rows that it was trained on"
     )
 
 

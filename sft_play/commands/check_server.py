@@ -90,7 +90,9 @@ class Server:
         words = call.words
         url = words.text("URL")
         if url is None:
-            raise ConfigError("URL: write where the server is, such as URL=http://127.0.0.1:8000")
+            raise ConfigError(
+                "URL: write the address of the server, such as URL=http://127.0.0.1:8000"
+            )
         return cls.at(url, words.text("SERVED_NAME"), words.text("OPENAI_API_KEY"))
 
     @classmethod
@@ -241,7 +243,7 @@ def only_model(base: str, key: str | None) -> str:
         return ANY_MODEL
     if len(names) != 1:
         raise ConfigError(
-            f"{base}/models lists {', '.join(names) or 'no model'}; SERVED_NAME= says which one "
+            f"{base}/models lists {', '.join(names) or 'no model'}; SERVED_NAME= selects the one "
             "to check"
         )
     return names[0]

@@ -271,8 +271,8 @@ def sign(folder: Path, key: str) -> bytes:
             signer.sign(folder, signature)
         except (OSError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"SIGN={key}: nothing can be signed by it ({first_line(error)}); write the file of "
-                "an elliptic key (openssl ecparam -name prime256v1 -genkey -noout -out key.pem), "
-                "or 1 for sigstore"
+                f"SIGN={key}: this key cannot sign ({first_line(error)}). Write 1 for sigstore, or "
+                "the file of an elliptic key: "
+                "openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
             ) from None
         return signature.read_bytes()

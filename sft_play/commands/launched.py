@@ -94,11 +94,11 @@ def follow(launched: Launched) -> NoReturn:
     answer = _wait_for_answer(launched.place)
     if answer is None:
         raise EnvironmentFault(
-            "the first process of this machine ended before it had planned the run; its own "
-            "output, or the kernel's log (dmesg), says why"
+            "the first process of this machine ended before it had planned the run; its output, "
+            "or the kernel's log (dmesg), has the reason"
         )
     if "exit_code" in answer:
-        tell_launcher("the first process of this machine has no run to train, and says why")
+        tell_launcher("the first process of this machine has no run to train; it prints why")
         raise SystemExit(answer["exit_code"])
     become_worker(launched, read_plan(RunFolder(Path(answer["folder"]))).launch)
 

@@ -39,8 +39,8 @@ class Wait:
             raise of_class(
                 ExitClass.PEER_LOST,
                 f"{names} did not come to {self.address}:{self.port} within {self.seconds:.0f} s "
-                "(train.rendezvous_timeout): start the same command there with its own NODE_RANK, "
-                "or set NNODES to how many there are; a firewall may also be between",
+                "(train.rendezvous_timeout). Start the same command there with its NODE_RANK, or "
+                "set NNODES to the number of machines. A firewall may also block the port.",
             )
         if passed - self._said >= SAY_SECONDS:
             self._said = passed

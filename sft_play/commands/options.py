@@ -33,7 +33,7 @@ DeepspeedOption = Annotated[
     bool, typer.Option("--deepspeed", help="Use DeepSpeed ZeRO, configured by DEEPSPEED_CONFIG.")
 ]
 BackendOption = Annotated[
-    str | None, typer.Option("--backend", help="bnb or unsloth, whatever the config says.")
+    str | None, typer.Option("--backend", help="bnb or unsloth; overrides the config.")
 ]
 # Options of train, by the parts of a target's name
 OF_TARGET = {

@@ -49,7 +49,7 @@ def resumption(call: Call) -> Resumption:
     given = call.given(RESUME_FROM)
     if asked is not None and given is not None:
         raise ConfigError(
-            f"RESUME={asked} and {env_name(RESUME_FROM)}={given} both say where to continue from; "
+            f"RESUME={asked} and {env_name(RESUME_FROM)}={given} both select what to resume; "
             "leave one out"
         )
     if asked not in (None, "auto", "never"):

@@ -150,8 +150,8 @@ def slurm(call: Call) -> str:
     planned = plan_for_display(call, use_deepspeed, use_deepspeed)
     if planned.plan.ranks.device == "cpu" and call.invocation.device != "cpu":
         raise ConfigError(
-            "GPUS is not given and this host has no GPU, so the job would train on CPUs; name the "
-            "GPUs of each machine, such as GPUS=8xH100, or set DEVICE=cpu"
+            "GPUS is not set and this host has no GPU, so the job would train on CPUs. Write the "
+            "GPUs of each machine, such as GPUS=8xH100, or DEVICE=cpu"
         )
     refuse_what_does_not_fit(planned.plan)
     job = job_of(call, planned)

@@ -153,8 +153,8 @@ def sweep(call: Call, over: str) -> list[str]:
         raise StoppedOnRequest("\n".join([*table(trials), goes_on]))
     best = best_of(trials)
     if best is None:
-        log = log_of(trials[0].folder)
-        raise EnvironmentFault("\n".join([*table(trials), f"no run has scores; {log} says why"]))
+        reason = f"no run has scores; the reason is in {log_of(trials[0].folder)}"
+        raise EnvironmentFault("\n".join([*table(trials), reason]))
     return [*table(trials), *lines_of_best(best)]
 
 
@@ -194,7 +194,7 @@ def refuse_other_rows(call: Call, done: Sequence[Trial]) -> None:
         compared.add(sources)
         if lines:
             head = f"run {run.path} of this sweep is finished, with other rows than these:"
-            advice = "name a new sweep with RUN=, or give it what it was trained with"
+            advice = "write another RUN for a new sweep, or use the rows that it was trained on"
             raise ConfigError("\n".join([head, *lines, advice]))
 
 
@@ -240,7 +240,7 @@ def train_one(sweep: Sweep, trial: Trial, slot: str | None) -> None:
     words = [f"--set={word}" for word in sweep.call.overrides + trial.words]
     sweep.run([sys.executable, "-m", "sft_play", "train", *words], environ, log)
     if not folder.path.exists():
-        print(f"end   {folder.name}: did not start; {log} says why", flush=True)
+        print(f"end   {folder.name}: did not start; {log} has the reason", flush=True)
         return
     shown = "no scores" if trial.loss is None else f"held-out loss {trial.loss:.4f}"
     print(f"end   {folder.name}: {folder.read_report().state}, {shown}", flush=True)

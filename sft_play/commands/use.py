@@ -136,7 +136,7 @@ def asked_dtype(call: Call, run: RunFolder, target: str = "merge") -> str | None
 
 def lm_eval_lines(run: RunFolder, tasks: str) -> list[str]:
     """Return the commands that score a run's merged model, or a folder, on tasks of lm-eval."""
-    lines = ["# pip install lm-eval   (in an environment of its own)"]
+    lines = ["# pip install lm-eval   (in a separate environment)"]
     if isinstance(run, ModelFolder):
         model = f"{run.base},peft={run.path}" if run.base else str(run.path)
     elif run.weights("full").is_dir():
@@ -164,8 +164,8 @@ def compares(call: Call, run: RunFolder) -> bool:
     answer = words.choice("COMPARE", ("0", "1")) == "1"
     if answer and isinstance(run, ModelFolder) and run.base is None:
         words.problems.append(
-            f"COMPARE=1: {run.path} is a whole model and does not say what it was made from; "
-            "score that by itself, with RUN= its folder"
+            f"COMPARE=1: {run.path} is a complete model whose base is not known. Score the base "
+            "separately, with RUN=<its folder>"
         )
     refuse(words.problems)
     return answer

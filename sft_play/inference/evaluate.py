@@ -105,8 +105,8 @@ def chosen_rows(folder: RunFolder, config: Config, asked: LoadedConfig | None) -
         )
     if isinstance(folder, ModelFolder):
         raise ConfigError(
-            f"RUN={folder.path}: is no run, so it has no test rows of its own; name a file with "
-            "DATA_TEST_PATH=held.jsonl"
+            f"RUN={folder.path}: is not a run, so it has no test rows. Write a file of rows, such "
+            "as DATA_TEST_PATH=held.jsonl"
         )
     return ScoredRows(prepared_data(folder, config, tokenizer).test, OWN_ROWS, None)
 

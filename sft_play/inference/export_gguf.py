@@ -59,8 +59,8 @@ def write_gguf(export: Export, staging: Path, plain: Path) -> Written:
     """
     if export.data.test.has_images:
         raise ConfigError(
-            f"FORMAT=gguf: {export.run.path} has rows with images, and a gguf file holds the "
-            "language model alone; FORMAT=safetensors exports it with what reads images"
+            f"FORMAT=gguf: {export.run.path} has rows with images, and a gguf file contains only "
+            "the language model. FORMAT=safetensors exports the vision encoder, too"
         )
     tools = LlamaCpp.find(export.asked.llama_cpp)
     tools.require(export.asked.quantizations)
@@ -105,17 +105,17 @@ def convert(export: Export, tools: LlamaCpp, plain: Path, target: Path, kind: st
     except UnknownPreTokenizer:
         if bindings() is None:
             raise EnvironmentFault(
-                "llama.cpp's converter does not know this tokenizer, and without llama-cpp-python "
-                "its pre-tokenizers cannot be tried on the test rows: PRE_TOKENIZER=gpt-2 (or "
-                f"llama-bpe, qwen2, ...) names the right one; {HOW_TO_GET}"
+                "PRE_TOKENIZER is not set, and llama.cpp's converter does not know this tokenizer. "
+                "Write PRE_TOKENIZER=gpt-2 (or llama-bpe, qwen2, ...). With llama-cpp-python, the "
+                f"test rows select it: {HOW_TO_GET}"
             ) from None
     tools.convert(plain, target, kind, "gpt-2")
     name, same = best_pre_tokenizer(target, export.data.test, export.tokenizer)
     if same.share < LEAST_SAME_TOKENS:
         raise CheckpointError(
-            "llama.cpp's converter does not know this tokenizer, and none of its pre-tokenizers "
-            f"splits text as it does: by {name}, the nearest, {same.same} of {same.rows} test rows "
-            f"have the tokens of training; PRE_TOKENIZER={name} exports with it anyway, "
+            "llama.cpp's converter does not know this tokenizer, and no pre-tokenizer of llama.cpp "
+            f"splits text in the same way. With {name}, the nearest, {same.same} of {same.rows} "
+            f"test rows have the tokens of training. PRE_TOKENIZER={name} exports anyway; "
             "FORMAT=safetensors exports for other servers"
         )
     target.unlink()

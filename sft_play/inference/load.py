@@ -168,8 +168,8 @@ def with_attention_here(config: Config, process: Process) -> Config:
     if process.device.type == "cuda" and is_half and is_flash_attn_2_available():
         return config
     logger.warning(
-        "model.attn_implementation=%s of the run cannot be used here: it needs a GPU, the "
-        "package flash-attn and 16 bits; computing with auto",
+        "model.attn_implementation=%s of the run needs a GPU, the package flash-attn and 16 bits, "
+        "which are missing here: auto is used",
         asked,
     )
     return config.changed({"model.attn_implementation": "auto"})
@@ -317,8 +317,8 @@ def _refuse_other_rope(weights: Path, base: PreTrainedModel) -> None:
     rope = getattr(trained, "rope_parameters", None)
     if rope != getattr(base.config.get_text_config(), "rope_parameters", None):
         raise CheckpointError(
-            f"{weights}: was trained with a stretched rope, as its config.json says, and its "
-            "base has another; score the run that made it, or merge it and score that folder"
+            f"{weights}: its config.json has another rope than the base, because training "
+            "stretched it. Score the run that trained it, or merge it and score that folder"
         )
 
 

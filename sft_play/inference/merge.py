@@ -233,8 +233,8 @@ def explain(folder: RunFolder, best: Candidate) -> Refusal:
         why = f". Rounding is not the cause; {adapter}"
     else:
         why = (
-            f". The adapter itself has {now:.3f} now, so it or its base has changed since the run; "
-            "the run's checkpoints/ have its weights, too, or train it again"
+            f". The adapter itself has {now:.3f} now, so it or its base has changed since the run. "
+            "The run's checkpoints/ contain its weights, too; or train it again"
         )
     compared = f"worse than the {'base' if losses.is_below_base else 'adapter'}: {losses}"
     if losses.lost <= found.bound.loss:

@@ -87,7 +87,7 @@ def gpu_finding(
     vendors = [path.read_text().strip() for path in pci.glob("*/vendor")]
     if NVIDIA_VENDOR in vendors:
         found = f"NVIDIA hardware is here but cannot be used: {reason}"
-        return Finding("warn", "gpu", found, "do what the line says, then `make gpu-info`")
+        return Finding("warn", "gpu", found, "follow the advice, then type `make gpu-info`")
     return Finding("ok", "gpu", f"none, training runs on the CPU; {reason}")
 
 
@@ -99,8 +99,8 @@ def several_gpus_findings(gpus: tuple[Gpu, ...], num_gpus: int | None) -> Iterat
     small = [gpu for gpu in gpus[:num_gpus] if gpu.total_bytes < SMALL_GPU_BYTES]
     if len(gpus[:num_gpus]) > 1 and small:
         sizes = ", ".join(f"cuda:{gpu.index} has {gib(gpu.total_bytes)} GiB" for gpu in small)
-        fix = "`make plan` says what fits: TUNING_MODE=qlora, or ZeRO by `make train-deepspeed`"
-        yield Finding("warn", "several GPUs", f"{sizes}; models of 7B want 16 GB on each", fix)
+        fix = "`make plan` shows what fits: TUNING_MODE=qlora, or ZeRO by `make train-deepspeed`"
+        yield Finding("warn", "several GPUs", f"{sizes}; models of 7B need 16 GB on each", fix)
 
 
 def link_findings(gpus: tuple[Gpu, ...]) -> list[Finding]:

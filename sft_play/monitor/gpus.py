@@ -227,7 +227,7 @@ def _ability_lines(gpus: tuple[Gpu, ...]) -> list[str]:
     nf4 = "NF4 weights under qlora"
     if lowest < NF4_CAPABILITY:
         nf4 = f"no NF4, which needs capability {dotted(NF4_CAPABILITY)}"
-    unsloth = " on the GPU: lora, qlora, full; `make doctor` says whether it is installed"
+    unsloth = " on the GPU: lora, qlora, full; `make doctor` shows whether it is installed"
     if lowest < UNSLOTH.min_capability:
         needed = dotted(UNSLOTH.min_capability)
         unsloth = f": not here, it needs capability {needed} and finds {dotted(lowest)}"

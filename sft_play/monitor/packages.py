@@ -164,7 +164,7 @@ def optional_findings(requirements: Path, has_gpu: bool) -> list[Finding]:
     _, first = next(_read_requirements(requirements), (0, ""))
     for finding in differing:
         if finding.level == "missing" and re.match(rf"{finding.subject}\b", first):
-            hint = f"`{finding.fix}` adds it" if has_gpu else "of use on a GPU only"
+            hint = f"`{finding.fix}` adds it" if has_gpu else "useful only on a GPU"
             return [Finding("ok", "unsloth", f"not installed; optional, {hint}")]
     return [summary, *(replace(finding, level="warn") for finding in differing)]
 

@@ -13,9 +13,9 @@ from sft_play.notebooks.recognize import Found, Kind, Notebook, variable
 
 # What a person must know of each kind but text
 ABOUT_KIND = {
-    Kind.VISION: "trains on images: the load, memory and device are converted; try it on a few "
-    "rows first, because the vision tower and the language model are split as one",
-    Kind.AUDIO: "trains on sound: the load, memory and device are converted; codecs that the "
+    Kind.VISION: "trains on images: the load, memory and device are converted. Try it on a few "
+    "rows first, because the vision encoder and the language model are split as one",
+    Kind.AUDIO: "trains on sound: the load, memory and device are converted. Codecs that the "
     "notebook loads in addition to the model stay on the GPU that it names",
     Kind.REWARDS: "trains by reinforcement learning: generation with vLLM (fast_inference=True) is "
     "not split",
@@ -24,7 +24,7 @@ ABOUT_KIND = {
     Kind.EMBEDDINGS: "trains an embedding model, which is small and takes no device_map: train it "
     "data-parallel with torchrun instead",
     Kind.OTHER: "trains by a trainer that is not TRL's SFTTrainer; read the converted cells",
-    Kind.INFERENCE: "has no trainer: the model is split for inference alone",
+    Kind.INFERENCE: "has no trainer: the model is split only for inference",
     Kind.NOTHING: "loads no model with Unsloth's FastLanguageModel, FastModel or FastVisionModel: "
     "nothing to convert",
 }
@@ -74,7 +74,7 @@ print(
 )
 """
 ABOUT_BANNER = (
-    "prints an effective batch size that it computes itself; a model split by device_map is one "
+    "prints an effective batch size that it computes itself. A model split by device_map is one "
     "worker, so the number of GPUs does not multiply its batch"
 )
 # Variables that a notebook sets for itself, and what follows

@@ -271,8 +271,8 @@ def _look_at_formatting(carried: Carried) -> None:
         if isinstance(found.argument("function", 0), ast.Name | ast.Lambda):
             carried.look(
                 found,
-                "rows are read as they are in the file, and the function of .map is not carried"
-                ": rows of a shape of its own need DATA=",
+                "rows are read as they are in the file, and the function of .map is not carried. "
+                "For rows of another shape, write DATA=",
             )
             break
     for found in notebook.functions(RESHAPES):

@@ -42,7 +42,7 @@ class ScoreDifference:
         score = self.score
         start = f"{self.run} against {self.first}: {score.name} {score.change:+.3f}"
         if score.difference is None or not score.difference.interval:
-            return f"{start}: {score.outcome}, by the means alone"
+            return f"{start}: {score.outcome}, by the means only"
         return f"{start} ({score.difference.interval}): {score.outcome}"
 
 

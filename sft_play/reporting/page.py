@@ -140,7 +140,7 @@ def write_report_or_warn(folder: RunFolder) -> None:
         write_report(folder)
     except Exception as error:
         logger.warning(
-            "%s cannot be written: %s; the run ended as run.json says",
+            "%s cannot be written: %s; run.json has the end of the run",
             folder.path / "report.html",
             first_line(error),
             exc_info=logger.isEnabledFor(logging.DEBUG),

@@ -383,7 +383,7 @@ def _row_checks(train: Json) -> Iterator[ShownCheck]:
         counts = ", ".join(f"{count:,} {split} rows" for split, count in shared.items() if count)
         found = f"compared with {', '.join(shared)} rows"
         if counts:
-            found = f"equal to {counts}; data.on_overlap says what became of them"
+            found = f"equal to {counts}; data.on_overlap decides what happens to them"
         yield _judged("no training row is an evaluation row", not counts, found)
     if train:
         lost = train["lost_fraction"]

@@ -245,7 +245,7 @@ def find(output_dir: Path, run: str | None, variable: str = "RUN") -> RunFolder:
         if Path(run).is_dir():
             raise EnvironmentFault(
                 f"{variable}={run}: that folder has no plan.json, so it is not a run. `make runs` "
-                "lists the runs; make eval, infer and chat also take a model folder or an adapter"
+                "lists the runs; make eval, infer and chat also accept a model folder or an adapter"
             )
         near = difflib.get_close_matches(run, [folder.name for folder in listing(output_dir)], n=1)
         hint = f"did you mean {near[0]}?" if near else "`make runs` lists the runs"

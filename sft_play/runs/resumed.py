@@ -92,9 +92,9 @@ class Resumed:
         raise CheckpointError(
             f"{self.checkpoint} cannot continue with other settings than it was trained with:\n"
             f"{table}\n"
-            f"Leave these out: TRAIN_RESUME_FROM={config.train.resume_from} alone takes over what "
-            f"the run was asked for. {extension}Without TRAIN_RESUME_FROM, under a new "
-            "RUN, a new run starts."
+            f"Leave these out: TRAIN_RESUME_FROM={config.train.resume_from} uses the settings of "
+            f"the run. {extension}To start a new run, leave out TRAIN_RESUME_FROM and set a new "
+            "RUN."
         )
 
     def changes(self, config: Config) -> list[Change]:
@@ -200,8 +200,8 @@ def refuse_other_steps(checkpoint: Path, saved: stamp.Stamp, now: Mapping[str, A
     if saved["data_digest"] != now["data_digest"]:
         raise CheckpointError(
             f"{checkpoint}: its run had other rows (digest {saved['data_digest']}, now "
-            f"{now['data_digest']}), so the rows that are left to train are not known; give it "
-            "the files that it was trained on, or start a new run without TRAIN_RESUME_FROM"
+            f"{now['data_digest']}), so the rows that are left to train are not known. Use the "
+            "files that it was trained on, or start a new run without TRAIN_RESUME_FROM"
         )
     if saved["effective_batch"] != now["effective_batch"]:
         rows = saved["effective_batch"]
@@ -244,9 +244,9 @@ def check_resumable(
     if has_other_world_size and not is_elastic:
         raise CheckpointError(
             f"{checkpoint}: {saved.get('world_size')} processes trained it, and this run has "
-            f"{world_size}; continue with NUM_GPUS={saved.get('world_size')}, or set ELASTIC=1: "
-            "every row is trained once, as before, but sums round differently, and dropout draws "
-            "other numbers"
+            f"{world_size}. Continue with NUM_GPUS={saved.get('world_size')}, or set ELASTIC=1. "
+            "Every row is then trained once, as before, but sums round differently and dropout "
+            "draws other numbers"
         )
     needed = FILES_OF_OPTIMIZER[form]
     missing = [name for name in needed if not (checkpoint / name).is_file()]
