@@ -147,7 +147,7 @@ def test_names_are_no_splits_of_training_rows():
 
 def test_losses_of_sources_are_no_scores_of_answers():
     logged = {"eval_loss": 1.0, "eval_a_b_loss": 2.0, "eval_loss_seconds": 3.0, "eval_rougeL": 0.5}
-    assert logged_losses(logged, "eval") == {"a_b": 2.0}
+    assert logged_losses(logged) == {"a_b": 2.0}
     assert score_names(logged) == ["eval_rougeL"]
     (problem,) = find_problems(["metrics.py:token_loss"])
     assert problem.endswith("rename the function")

@@ -12,7 +12,7 @@ from sft_play.config import loader
 from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.yaml_source import Located
-from sft_play.errors import EnvironmentFault
+from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import cards, devices, recipe, sources
 from sft_play.plan.base_model import model_inside, require_base
 from sft_play.plan.config_json import load_positions
@@ -170,8 +170,16 @@ def as_text(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
 
 
-def write_out(path: Path, text: str, option: str = "OUT=") -> None:
-    """Write what a command was asked for. Raises: EnvironmentFault if it cannot be written."""
+def write_out(path: Path, text: str, option: str = "OUT=", may_replace: bool = True) -> None:
+    """Write what a command was asked for.
+
+    Raises: ConfigError if it exists and must not be replaced; EnvironmentFault if it cannot be
+    written.
+    """
+    if path.exists() and not may_replace:
+        raise ConfigError(
+            f"{option}{path} exists; write another name, or OVERWRITE=1 to replace it"
+        )
     try:
         write_text(path, text)
     except OSError as error:

@@ -4,7 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from sft_play.commands.call import Call
+from sft_play.commands.call import Call, write_out
 from sft_play.config import loader
 from sft_play.errors import ConfigError
 from sft_play.notebooks import checklist, settings
@@ -45,7 +45,7 @@ def convert_notebook(call: Call) -> list[str]:
     if out is None:
         end = [f"nothing was written: {FORMS}"]
     else:
-        documents.write(out, text, may_replace=call.words.text("OVERWRITE") == "1")
+        write_out(out, text, may_replace=call.words.text("OVERWRITE") == "1")
     return [_title(document), *report, *end]
 
 

@@ -221,7 +221,7 @@ class GenerationScores:
 
     def as_text(self) -> str:
         """Return the scores as they stand in the log."""
-        scores = " ".join(f"{score.name}={score.estimate.words(3)}" for score in self.scores)
+        scores = " ".join(f"{score.name}={score.estimate}" for score in self.scores)
         cut = f"cut={self.cut_answers} at {self.max_new_tokens} tokens"
         return f"{scores} answers={len(self.answers)} {cut}"
 

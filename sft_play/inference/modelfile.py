@@ -17,6 +17,7 @@ Render = Callable[[Messages], str]  # messages to the text of a prompt
 THREE_QUOTES = '"""'
 ENDS_OF_MARKS = ">]|｜"
 SYSTEM, QUESTION, ANSWER, NEXT = "⟦system⟧", "⟦question⟧", "⟦answer⟧", "⟦next⟧"
+ASSISTANT = {"role": "assistant", "content": ANSWER}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def read_turn_texts(render: Render, bos: str = "") -> TurnTexts | None:
     """
     try:
         one = render([_user(QUESTION)]).removeprefix(bos)
-        two = render([_user(QUESTION), _assistant(ANSWER), _user(NEXT)]).removeprefix(bos)
+        two = render([_user(QUESTION), ASSISTANT, _user(NEXT)]).removeprefix(bos)
         first, end = one.split(QUESTION)
         rest, last_end = two.split(NEXT)
         before, between = rest.split(QUESTION)
@@ -96,7 +97,7 @@ def read_turn_texts(render: Render, bos: str = "") -> TurnTexts | None:
         return texts
     # a system message is to stand first in a longer conversation, too
     system = {"role": "system", "content": SYSTEM}
-    messages = [system, _user(QUESTION), _assistant(ANSWER), _user(NEXT)]
+    messages = [system, _user(QUESTION), ASSISTANT, _user(NEXT)]
     return texts if render(messages).removeprefix(bos) == texts.render(messages) else None
 
 
@@ -180,7 +181,3 @@ def _literal(text: str) -> str:
 
 def _user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
-
-
-def _assistant(content: str) -> dict[str, str]:
-    return {"role": "assistant", "content": content}

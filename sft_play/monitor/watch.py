@@ -239,7 +239,7 @@ def _run_words(run: RunFacts) -> str:
     """Return status, steps and scores of a run, and how to resume it."""
     report = run.report
     after = report.scores("after")
-    words = [f"{name}={score.words(3)}" for name, score in recorded_scores(after).items()]
+    words = [f"{name}={score}" for name, score in recorded_scores(after).items()]
     if "eval_loss" in after:
         words.insert(0, f"eval_loss={after['eval_loss']:.4f}")
     scores = " ".join(words)

@@ -12,7 +12,7 @@ from typing import Any
 
 from sft_play import reading
 from sft_play.errors import ConfigError
-from sft_play.runs.files import Json, write_text
+from sft_play.runs.files import Json
 
 KNOWN_CELLS = ("code", "markdown", "raw")
 # What format 4 asks for, of the file, of a cell, and of a code cell
@@ -82,25 +82,6 @@ def read(path: Path) -> Document:
         if cell.kind not in KNOWN_CELLS
     ]
     return Document(path, text, content, tuple(cells), tuple(problems))
-
-
-def write(path: Path, text: str, may_replace: bool = False) -> None:
-    """Write a file, whole or not at all.
-
-    Raises: ConfigError if it is there and must not be replaced, or cannot be written.
-    """
-    if path.is_dir():
-        raise ConfigError(f"OUT={path} is a folder; name a file in it")
-    if path.exists() and not may_replace:
-        raise ConfigError(
-            f"OUT={path} is there already; name another file, or add OVERWRITE=1 to replace it"
-        )
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise ConfigError(
-            f"OUT={path}: {error.strerror}; name a file in a folder that can be written"
-        ) from None
 
 
 def _read_text(path: Path) -> str:

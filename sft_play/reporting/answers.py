@@ -121,7 +121,7 @@ class Evaluation:
         scores = {}
         if "eval_loss" in metrics:
             scores[LOSS] = _measured_loss(Estimate(metrics["eval_loss"], samples), losses)
-        for name, mean in logged_losses(metrics, "eval").items():
+        for name, mean in logged_losses(metrics).items():
             of_source = [row for row in losses if row.source == name]
             scores[OF_SOURCE + name] = _measured_loss(Estimate(mean, samples), of_source)
         recorded = recorded_scores(metrics, len(answers))

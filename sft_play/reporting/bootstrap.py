@@ -33,12 +33,11 @@ class Estimate:
     low: float | None = None
     high: float | None = None
 
-    def words(self, digits: int) -> str:
+    def __str__(self) -> str:
         """Return `0.812 [0.790, 0.834]`, without the interval if there is none."""
-        mean = f"{self.mean:.{digits}f}"
         if self.low is None:
-            return mean
-        return f"{mean} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+            return f"{self.mean:.3f}"
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def values(self, name: str) -> dict[str, float]:
         """Return the mean and the ends of its interval, as metrics of this name are written."""

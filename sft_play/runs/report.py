@@ -100,7 +100,7 @@ class LoggedStep:
         }
         if others:
             finite["eval_scores"] = others
-        if losses := logged_losses(entry, "eval"):
+        if losses := logged_losses(entry):
             finite["eval_losses"] = losses
         return cls(**finite) if len(finite) > 1 else None
 
@@ -276,9 +276,9 @@ def score_names(metrics: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: (name != "rougeL", name))
 
 
-def logged_losses(logged: Mapping[str, float], rows: str) -> dict[str, float]:
-    """Return the losses of sources, by name, that a run logged as `<rows>_<name>_loss`."""
-    found = {name: re.fullmatch(rf"{rows}_(.+)_loss", name) for name in logged}
+def logged_losses(logged: Mapping[str, float]) -> dict[str, float]:
+    """Return the losses of sources, by name, that a run logged as `eval_<name>_loss`."""
+    found = {name: re.fullmatch("eval_(.+)_loss", name) for name in logged}
     return {match[1]: logged[name] for name, match in found.items() if match}
 
 

@@ -170,7 +170,7 @@ class Progress(TrainerCallback):
         if not self.is_shown or not has_loss:
             return
         names = ["loss", "grad_norm", "learning_rate", "eval_loss"]
-        names += [f"eval_{name}_loss" for name in logged_losses(logs, "eval")]
+        names += [f"eval_{name}_loss" for name in logged_losses(logs)]
         names += [f"eval_{name}" for name in logged_scores(logs, "eval")]
         facts = " ".join(f"{name}={logs[name]:.4g}" for name in names if name in logs)
         if "tokens_per_second" in logs:
