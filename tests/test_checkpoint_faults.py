@@ -113,7 +113,7 @@ def test_no_checkpoint_is_published_with_an_optimizer_that_is_not_finite():
     wrapped = AcceleratedOptimizer(adam)
     check_finite_optimizer(wrapped, 1)
     adam.state[weight]["exp_avg_sq"][1] = torch.inf
-    with pytest.raises(DivergedError, match="the optimizer's exp_avg_sq holds NaN or infinity"):
+    with pytest.raises(DivergedError, match="the optimizer's exp_avg_sq has NaN or infinity"):
         check_finite_optimizer(wrapped, 1)
 
 

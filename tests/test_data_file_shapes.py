@@ -44,7 +44,7 @@ def test_an_object_of_splits_is_refused_with_commands_that_write_them(tmp_path):
     path.write_text(json.dumps({"train": ROWS, "test": ROWS[:1]}))
     with pytest.raises(DataError) as error:
         read_rows(path)
-    for command in str(error.value).partition("of its own: ")[2].split("; "):
+    for command in str(error.value).partition("to its own file: ")[2].split("; "):
         subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     assert contents(tmp_path / "train.jsonl") == EXPECTED
     assert contents(tmp_path / "test.jsonl") == EXPECTED[:1]

@@ -112,7 +112,7 @@ def test_a_message_has_images_as_ollama_writes_them(folder):
     turns = [{**text_turn("What?"), "images": ["a.png", AS_TEXT]}, ANSWER]
     question, answer = read_messages(folder, {"messages": turns})
     assert shown(question) == ("##What?", [A, ("", 6, 4)]) and answer.images == ()
-    with pytest.raises(DataError, match="an answer holds an image"):
+    with pytest.raises(DataError, match="an answer contains an image"):
         read_messages(folder, {"messages": [text_turn("q"), {**ANSWER, "images": ["a.png"]}]})
 
 

@@ -118,7 +118,7 @@ TOO_DEEP, TOO_LONG = b"[" * 100_000, b"1" * 5000
         (QA, TOO_DEEP, "not valid JSON: nested too deeply"),
         (QA, TOO_LONG, "not valid JSON: a number has too many digits"),
         (QA, b'{"question": "\xff", "answer": "a"}', "not UTF-8 at byte 14; save the file as UTF-8"),
-        (QA, b'{"question": "q\0", "answer": "a"}', "not valid JSON: it holds NUL bytes"),
+        (QA, b'{"question": "q\0", "answer": "a"}', "not valid JSON: it contains NUL bytes"),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )  # fmt: skip

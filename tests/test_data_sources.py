@@ -110,7 +110,7 @@ def test_a_folder_of_markdown_alone_is_read_as_plain_texts_if_that_is_asked_for(
     for name in ("a.md", "b.md"):
         (tmp_path / name).write_text(f"# {name}\n\nA text.\n")
     config = Config.model_validate({"data": {"train_path": str(tmp_path)}})
-    words = r"holds only \.md files \(2, the first is .*a\.md\); DATA_FORMAT=text reads them"
+    words = r"contains only \.md files \(2, the first is .*a\.md\); DATA_FORMAT=text reads them"
     with pytest.raises(DataError, match=words):
         find_sources(config)
     asked = {"train_path": str(tmp_path), "format": "text"}

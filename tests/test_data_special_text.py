@@ -209,5 +209,5 @@ def test_the_ledger_counts_the_rows_and_says_it_once(tmp_path):
     data = run_data(path, tok, 512, val_size=0.1)
     notes = [note for note in data.ledger.notes if "special tokens" in note]
     assert len(notes) == 1 and "<|im_end|> (1 rows)" in notes[0]
-    with pytest.raises(DataError, match=r"train\.jsonl:21: messages\[1\] holds <\|im_end\|>"):
+    with pytest.raises(DataError, match=r"train\.jsonl:21: messages\[1\] contains <\|im_end\|>"):
         run_data(path, tok, 512, val_size=0.1, special_tokens_in_text="fail")

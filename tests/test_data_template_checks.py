@@ -35,7 +35,7 @@ MUTANTS = {
     ),
     "the answer in a comment": (
         writes(OF_ANSWERS, "'<!-- ' + m['content'] + ' -->'"),
-        r"writes '-->' behind messages\[2\]",
+        r"writes '-->' after messages\[2\]",
     ),
     "the question in a comment": (
         writes(OF_USERS, "'' #}{{ m['content'] #}"),
@@ -55,15 +55,15 @@ MUTANTS = {
     ),
     "a closing phrase": (
         CHATML.replace(STOPS, "' Bye.<|im_end|>\n'"),
-        r"writes 'Bye\.' behind messages\[2\]",
+        r"writes 'Bye\.' after messages\[2\]",
     ),
     "a text behind the stop token": (
         CHATML.replace(STOPS, "'<|im_end|>END\n'"),
-        r"writes 'END' behind the stop token of messages\[2\]",
+        r"writes 'END' after the stop token of messages\[2\]",
     ),
     "a stop token that is none": (
         CHATML.replace(STOPS, "'<|stop|>\n'"),
-        r"writes '<\|stop\|>' behind messages\[2\]; if it ends answers, name it as eos_token",
+        r"writes '<\|stop\|>' after messages\[2\]; if it ends answers, name it as eos_token",
     ),
     "the stop token before the answer": (
         writes(OF_ANSWERS, "'<|im_end|>' + m['content']"),

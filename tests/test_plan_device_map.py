@@ -56,7 +56,7 @@ def test_several_processes_hold_a_whole_copy_each_and_the_plan_says_so() -> None
     assert planned.plan.ranks.strategy == "ddp"
     assert planned.config.model.device_map is None
     (warning,) = [text for text in planned.plan.warnings if "device_map" in text]
-    assert "each rank holds a whole copy (ddp)" in warning
+    assert "each rank has a full copy (ddp)" in warning
 
 
 def test_where_no_copy_fits_several_processes_divide_it() -> None:
@@ -112,7 +112,7 @@ REFUSED = [
     ("auto", (), {"use_deepspeed": True}, "set MODEL_DEVICE_MAP=null"),
     ("auto", ("tuning.backend=unsloth",), {}, "set TUNING_BACKEND=bnb"),
     ("auto", ("train.fast_path=true",), {}, "Type TRAIN_FAST_PATH=auto"),
-    ('{"": 0, lm_head: 1}', (), {"distributed": True}, "MODEL_DEVICE_MAP=auto for a whole copy"),
+    ('{"": 0, lm_head: 1}', (), {"distributed": True}, "MODEL_DEVICE_MAP=auto for a full copy"),
     ('{"": 0, lm_head: 2}', (), {}, "lm_head is put on GPU 2, and this run sees 2"),
     ('{"": 0, lm_head: cpu}', (), {}, "lm_head would wait on the CPU"),
     ('{"": 0, lm_head: 1}', (), {"environ": {"NUM_GPUS": "1"}}, "this run sees 1"),

@@ -176,7 +176,7 @@ def test_where_every_checkpoint_is_damaged_all_are_named(two, tmp_path):
     said: list[str] = []
     with pytest.raises(CheckpointError, match="no such folder"):
         checkpoints.choose(tmp_path / "missing", print)
-    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         checkpoints.choose(tmp_path, said.append)
     assert len(said) == 2
     assert names_in(tmp_path / "checkpoints") == ["checkpoint-20.corrupt", "checkpoint-40.corrupt"]

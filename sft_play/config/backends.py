@@ -15,7 +15,7 @@ BNB_NEVER_PACKED = frozenset(
     xlm-roberta-xl
     """.split()
 )
-# Architectures that Unsloth computes, under adapters, with code of its own that takes the lengths
+# Architectures that Unsloth computes, under adapters, with code that takes the lengths
 # of a packed sequence's documents. Checked on an H200.
 UNSLOTH_PACKED_MODEL_TYPES = frozenset("llama mistral qwen2 qwen3 gemma".split())
 # Settings of tuning.lora that a backend may lack
@@ -59,7 +59,7 @@ class Backend:
     recomputes_by_layer: bool  # activation checkpointing of any number of layers; else all or none
     is_traceable: bool  # by `make plan EXACT=1`
     supports_probe: bool  # train.probe=auto measures a step before training
-    has_own_kernels: bool  # fused kernels of its own, whatever train.fast_path says
+    has_own_kernels: bool  # its own fused kernels, whatever train.fast_path is
     patches_transformers: bool  # when imported, so it must be imported before transformers
     lora_options: frozenset[str]  # settings of tuning.lora beyond those that every backend has
     has_embedding_noise: bool  # train.neftune_noise_alpha
@@ -114,9 +114,9 @@ UNSLOTH = Backend(
     packing=PackingSupport(
         frozenset({"lora", "qlora"}),
         model_types=UNSLOTH_PACKED_MODEL_TYPES,
-        max_seq_len=8192,  # without flash-attn Unsloth masks the whole sequence
-        mode_reason="Unsloth keeps packed documents apart under adapters alone",
-        length_reason="Unsloth masks whole packed rows, which costs more than padding "
+        max_seq_len=8192,  # without flash-attn Unsloth masks the full sequence
+        mode_reason="Unsloth keeps packed documents apart only with adapters",
+        length_reason="Unsloth masks complete packed rows, which costs more than padding "
         "beyond 8192 tokens",
     ),
 )

@@ -144,7 +144,7 @@ def _resolve_zero(raw: DeepSpeedJson, run: DeepSpeedRun) -> DeepSpeedJson:
         if zero.get(name) == AUTO:
             zero[name] = size
     if zero["stage"] == 3:
-        zero[GATHER_NAME] = True  # without it a save holds only the shards of one rank
+        zero[GATHER_NAME] = True  # without it a save contains only the shards of one rank
     elif zero.get(GATHER_NAME) == AUTO:
         zero[GATHER_NAME] = False
     return zero

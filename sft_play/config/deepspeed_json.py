@@ -70,7 +70,7 @@ DEFAULT_LIVE = 1_000_000_000
 
 
 class Fetching(NamedTuple):
-    """How many weights ZeRO-3 may hold whole in addition to those of the layer that computes."""
+    """How many weights ZeRO-3 may gather in addition to those of the current layer."""
 
     ahead: int  # fetched before they are needed
     reuse: int  # kept where they are needed again within as many others

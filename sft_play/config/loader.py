@@ -106,7 +106,7 @@ def load(
     """Return the merged config.
 
     `config_path` is a file, the name of one in configs/ ("tiny"), or None: for the model that ships
-    its own config, for any other configs/base.yaml.
+    its config, for any other configs/base.yaml.
     `overrides` are words such as `train.batch_size=4`; `target` is what the make target itself
     sets (train-unsloth: the backend). `resumed` are the settings of the run that continues: they
     take the place of configs/base.yaml, and without a `config_path` of the embedded default;
@@ -283,7 +283,7 @@ def is_default(origin: str) -> bool:
 def _credentials(merged: Layer) -> list[str]:
     """Return a sentence for every setting that would write a token or a password to the disk."""
     return [
-        f"{path} ({located.origin}): it holds a token or a password, and settings are written to "
+        f"{path} ({located.origin}): it has a token or a password, and settings are written to "
         "the run's folder; give it to the service by its own variable, such as HF_TOKEN, or fetch "
         "the files and name their folder"
         for path, located in merged.items()

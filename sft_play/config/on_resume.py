@@ -12,7 +12,7 @@ class OnResume(StrEnum):
     """Whether a resumed run may have another value of a setting."""
 
     MUST_MATCH = "must match"  # it is part of what is trained: another value is refused
-    CONTENT = "its content must match"  # a path; the digest of the rows behind it decides
+    CONTENT = "its content must match"  # a path; the digest of its rows decides
     PLANNED = "planned again"  # for this machine; the steps train the same rows
     FREE = "free"  # logging, evaluation, output, speed
     OF_LAUNCH = "of one launch"  # never taken over

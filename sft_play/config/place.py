@@ -16,7 +16,7 @@ DEFAULT_ADDRESS = "localhost"
 DEFAULT_PORT = 12355
 THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
-# What launchers set, and what they read as if it were typed behind them: the plan decides all of it
+# What launchers set, and what they read like options: the plan decides all of it
 # again. Left to the ranks, accelerate's number type would win, and torchrun would wait for nodes.
 OF_LAUNCHERS = frozenset(
     """

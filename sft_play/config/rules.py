@@ -300,7 +300,7 @@ RULES = (
         ("model.rope_scaling.rope_type", "model.rope_scaling.factor"),
         lambda c: (c.model.rope_scaling.rope_type is None) != (c.model.rope_scaling.factor is None),
         "a stretched rope has both, such as MODEL_ROPE_SCALING_ROPE_TYPE=yarn "
-        "MODEL_ROPE_SCALING_FACTOR=4; without them it is the base's own",
+        "MODEL_ROPE_SCALING_FACTOR=4; without them it is the base's",
     ),
     *itertools.starmap(_rule_of_rope, sorted(ROPE_OPTIONS.items())),
     Rule(

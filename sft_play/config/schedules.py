@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sft_play.config.sections.train import TrainSection
 
 # Values of train.optim
-MATRIX_OPTIMIZERS = ("muon", "adafactor")  # which step whole matrices
+MATRIX_OPTIMIZERS = ("muon", "adafactor")  # which step complete matrices
 LION = ("lion", "lion_8bit")
 UNUSUAL = MATRIX_OPTIMIZERS + LION  # neither AdamW nor SGD
 ADAMW = "adamw_torch adamw_torch_fused adamw_8bit paged_adamw_8bit paged_adamw_32bit"

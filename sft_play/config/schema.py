@@ -1,6 +1,6 @@
-"""The whole config and its settings by dotted name. Pure: no I/O, no environment, no torch.
+"""The complete config and its settings by dotted name. Pure: no I/O, no environment, no torch.
 
-The sections hold every setting with its type, its unit and what `auto` or null means. Help,
+The sections define every setting with its type, its unit and what `auto` or null means. Help,
 docs/configuration.md and error messages are made from their sentences.
 """
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Config(Section):
-    """A whole config: what one run was asked for, or, in a run folder, what it does."""
+    """A complete config: what one run was asked for, or, in a run folder, what it does."""
 
     model: ModelSection = ModelSection()
     tuning: TuningSection = TuningSection()
@@ -85,7 +85,7 @@ def env_name(path: str) -> str:
 
 
 def is_structured(path: str) -> bool:
-    """Return whether a setting's value may be a mapping, or hold some."""
+    """Return whether a setting's value may be a mapping, or contain one."""
     return bool((settings()[path].json_schema_extra or {}).get("structured"))
 
 

@@ -204,7 +204,7 @@ ADVICE = names_by_meaning(
             "data.format data.type dataset_format dataset_type"
         ),
         "write data.columns: {text: <the column>}": "dataset_text_field text_column text_field",
-        "the model's own chat template is used; model.chat_template names a Jinja file in its "
+        "the model's chat template is used; model.chat_template names a Jinja file in its "
         "place": "template conversation_template prompt_template",
         "save them with the model's tokenizer": "special_tokens",
         "the tokenizer is that of model.name": "tokenizer tokenizer_name tokenizer_type",
@@ -218,7 +218,7 @@ ADVICE = names_by_meaning(
 )
 
 
-# Words that mean something else in another section: they count in their own section alone
+# Words that mean something else in another section: they count only in their section
 AMBIGUOUS = "adapter backend columns dropout mode name path split weight".split()
 ALIKE = 0.8  # of difflib's ratio: a letter or two of a word
 
@@ -244,7 +244,7 @@ def suggest(path: str, known: Iterable[str], sections: Iterable[str] = ()) -> Su
     """Return what to write in place of a dotted name, None if nothing is known of it.
 
     In order: the same last word in another section, another program's name, the closest spelling of
-    the whole name, the closest spelling of its last word.
+    the complete name, the closest spelling of its last word.
     """
     names = [*known, *sections]
     lowered = path.lower()
@@ -280,7 +280,7 @@ def _foreign(path: str, names: list[str]) -> Suggestion | None:
 def _spelled_alike(path: str, names: list[str]) -> str | None:
     close = difflib.get_close_matches(path, names, n=1, cutoff=ALIKE)
     word = path.rpartition(".")[2]
-    # a shared section alone makes whole names alike
+    # only a shared section makes complete names alike
     if close and difflib.get_close_matches(word, [close[0].rpartition(".")[2]], cutoff=ALIKE):
         return close[0]
     if word in AMBIGUOUS:

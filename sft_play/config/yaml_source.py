@@ -308,7 +308,7 @@ class _Reading:
             ) from None
 
     def _pairs(self, node: yaml.MappingNode) -> list[tuple[yaml.ScalarNode, yaml.Node]]:
-        """Return a mapping's pairs, those merged in (`<<: *defaults`) first: its own win."""
+        """Return a mapping's pairs, those merged in (`<<: *defaults`) first: later ones win."""
         self._refuse_bad_keys(node)
         merged: list[tuple[yaml.ScalarNode, yaml.Node]] = []
         own = []

@@ -231,7 +231,7 @@ def name_sources(sources: Sequence[TokenizedSource]) -> list[str]:
     return [NO_WORD.sub("_", name).strip("_") for name in names]
 
 
-# train; validation and test if they have rows of their own
+# train; validation and test if they have rows
 TokenizedSplits = dict[str, tuple[TokenizedSource, ...]]
 
 

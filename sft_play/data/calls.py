@@ -35,7 +35,7 @@ SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # what Mistral's template wants
 
 
 def parse_objects(value: Any, name: str) -> list[Json]:
-    """Return the objects of a list, or the one that stands alone; [] for null or blank.
+    """Return the objects of a list, or a single one that is in no list; [] for null or blank.
 
     Raises InvalidRowError.
     """

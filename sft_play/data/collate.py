@@ -249,7 +249,7 @@ class PackCollator:
     """Rows of several documents: input_ids, labels and position_ids, each (B, T) int64.
 
     With `in_one_row` all documents of the batch are one row, with less than 64 tokens of padding;
-    but rows of one document each stay rows if they need no padding to speak of, and one alone
+    but rows of one document each stay rows if they need hardly any padding, and a single one
     in any case.
 
     position_ids begin at 0 in every document, and the padding on the right counts as a document.

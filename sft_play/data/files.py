@@ -70,7 +70,7 @@ JOIN = (
 )
 TEMPLATE = (
     "the chat template of model.name does this; "
-    "MODEL_CHAT_TEMPLATE=default uses a plain one, or name a Jinja file of your own"
+    "MODEL_CHAT_TEMPLATE=default uses a plain one, or name your Jinja file"
 )
 
 

@@ -23,7 +23,7 @@ from sft_play.data.rows import (
 
 TEXT_MARK = "<image>"  # of LLaMA-Factory, ms-swift and LLaVA
 MARKS = re.compile(f"{IMAGE_MARK}|{TEXT_MARK}")
-NEXT_IMAGE = ImageFile("", b"", 0, 0)  # of a mark or a part alone: the next of the row's images
+NEXT_IMAGE = ImageFile("", b"", 0, 0)  # of a mark without a file: the next of the row's images
 MEDIA = (  # of one that is no video, and of one
     "sound; only texts and images are read: write the spoken words as text",
     "a video; only texts and images are read: write its frames as images",
@@ -149,14 +149,14 @@ def _pair(messages: Sequence[Message], images: Sequence[ImageFile]) -> tuple[Mes
         said = f"{message.reasoning}{message.tool_calls}"
         if message.content.count(IMAGE_MARK) != len(message.images) or IMAGE_MARK in said:
             raise InvalidRowError(
-                "a text of a row with images holds U+FFFC, which marks an image here; leave it out"
+                "a text of a row with images has U+FFFC, which marks an image here; remove it"
             )
         found = []
         for mark in MARKS.findall(message.content):
             image = next(own) if mark == IMAGE_MARK else NEXT_IMAGE
             found.append(next(given) if image == NEXT_IMAGE else image)
         if found and message.role == "assistant":
-            raise InvalidRowError(f"an answer holds an image, and {NO_ANSWER}")
+            raise InvalidRowError(f"an answer contains an image, and {NO_ANSWER}")
         content = message.content.replace(TEXT_MARK, IMAGE_MARK)
         paired.append(replace(message, content=content, images=tuple(found)))
     return tuple(paired)

@@ -35,20 +35,20 @@ from sft_play.runs.folder import cache_folder
 if TYPE_CHECKING:
     from PIL import Image
 
-# Not those whose reading starts another program (EPS), or that hold no picture of their own
+# Not those whose reading starts another program (EPS), or that contain no picture
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 AS_FORMATS = "save it as JPEG, PNG or WebP"
-WITH_PREVIEW = "MPO"  # a JPEG with smaller ones behind it, as phones write
+WITH_PREVIEW = "MPO"  # a JPEG followed by smaller ones, as phones write
 DRAFT = 8  # a JPEG is decoded at an eighth of its size, which reads all of it
 ORIENTATION = 0x0112  # the EXIF tag
 TURNED = range(5, 9)  # its values with which width and height change places
-LATE_CHUNKS = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}  # behind a PNG's pixels: they may turn it
+LATE_CHUNKS = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}  # after a PNG's pixels: they may turn it
 DEEP_MODES = ("I", "F")
 MAX_CHANNEL = 255
 FETCH_SECONDS = 60
 REMEMBERED = 1 << 16  # files
 BEGINNING_BYTES = 256
-# Pillow checks little: what a damaged file has is an error of Python's own, of any kind
+# Pillow checks little: a damaged file may raise any of Python's errors
 State = tuple[int, int] | None  # of a file: bytes and time in ns; None: it cannot be asked for
 DAMAGED = (OSError, SyntaxError, EOFError, zlib.error, struct.error, *OF_A_WRONG_VALUE)
 BEGINNINGS = {
@@ -258,7 +258,7 @@ def _orientation(opened: Any) -> int:
     """Return the EXIF tag of how an image is turned, without decoding it."""
     from PIL import Image
 
-    return Image.Image.getexif(opened).get(ORIENTATION, 1)  # PNG's own decodes
+    return Image.Image.getexif(opened).get(ORIENTATION, 1)  # PNG's decodes
 
 
 def _decode_small(opened: "Image.Image") -> bool:

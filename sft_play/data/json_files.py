@@ -164,8 +164,8 @@ def _read_list(text: JsonText) -> Iterator[NumberedRecord]:
     text.position += 1
     if text.peek():
         raise DataError(
-            f"{text.path}{text.row}: more text behind the end of the list, {text.show_place()}; "
-            "a .json file holds one list of rows"
+            f"{text.path}{text.row}: more text after the end of the list, {text.show_place()}; "
+            "a .json file contains one list of rows"
         )
 
 
@@ -184,7 +184,7 @@ def _read_object(text: JsonText) -> Iterator[NumberedRecord]:
         raise DataError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise DataError(
-            f"{path}: a .json data file holds a list of rows, not {TYPE_NAMES[type(value)]}"
+            f"{path}: a .json data file contains a list of rows, not {TYPE_NAMES[type(value)]}"
         )
     is_line = whole.endswith("\n") and "\n" not in whole.strip()  # as Spark writes one row
     for index, record in enumerate(_find_rows(path, value, is_line)):
@@ -214,8 +214,8 @@ def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
     if lists:
         source = shlex.quote(str(path))
         commands = "; ".join(f"jq -c '.{key}[]' {source} > {key}.jsonl" for key in lists)
-        found = f"the lists {', '.join(lists)}; write each as a file of its own: {commands}"
+        found = f"the lists {', '.join(lists)}; write each to its own file: {commands}"
     raise DataError(
-        f'{path}: a .json data file holds a list of rows, or {{"data": [...]}} '
+        f'{path}: a .json data file contains a list of rows, or {{"data": [...]}} '
         f"and no other list; this is one object with {found}"
     )

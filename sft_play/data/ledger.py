@@ -1,7 +1,7 @@
 """The ledger: what became of every row and every trained token, as data and as tables.
 
 For every source and every split, rows_in = rows_used + the sum of dropped, and the trained tokens
-that the rows held = trained_tokens + lost_trained_tokens. `make data-check --json` prints the
+in the rows = trained_tokens + lost_trained_tokens. `make data-check --json` prints the
 ledger, and run.json has it. Loads no torch, no numpy.
 """
 

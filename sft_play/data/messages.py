@@ -41,7 +41,7 @@ from sft_play.data.turns import (
 # Flag: the value that asks for loss; a weight may be any number from 0 up
 LOSS_FLAGS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "mask": 0}
 PARTS_OF_ANSWERS = ("train_detail", "training_detail")  # Axolotl's, by characters
-MAX_WEIGHT = 1_000_000  # times the usual loss of a token; float32 sums hold it
+MAX_WEIGHT = 1_000_000  # times the usual loss of a token; float32 sums are exact enough
 FLAG_KEYS = frozenset((*LOSS_FLAGS, *PARTS_OF_ANSWERS))
 
 

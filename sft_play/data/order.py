@@ -178,7 +178,7 @@ def padding(
 ) -> PaddedTokens:
     """Return what the first epoch computes for its tokens under two layouts.
 
-    Of a long epoch the first MEASURED_ROWS rows, in whole steps, stand for all.
+    Of a long epoch the first MEASURED_ROWS rows, in complete steps, represent all.
     """
     measured = math.ceil(MEASURED_ROWS / unpacked.rows_per_step)
     first = itertools.islice(steps(len(lengths), unpacked.rows_per_step, seed, epoch=0), measured)

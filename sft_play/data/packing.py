@@ -15,7 +15,7 @@ from sft_play.plan.step import Layout
 # than 1,024 to a width of `padded_width`.
 ROW_STEP = 64
 # Rows of one document each stay rows if no more of their tokens are padding: there are faster
-# kernels for whole rows than for documents. A document alone always does, of one of few widths:
+# kernels for rows than for documents. A single document always does, padded to one of few widths:
 # for each new one cuDNN plans its kernels, which takes a while.
 MOST_ROW_PADDING = 1 / 32
 
@@ -93,7 +93,7 @@ def batch_shape(
     """Return the shape of a micro-batch of sequences, given as the lengths of their documents.
 
     With `in_one_row` the documents of all sequences are one row, which needs hardly any padding;
-    a document alone, and several that are about as long, stay rows.
+    a single document, and several that are about as long, stay rows.
 
     >>> batch_shape([[500, 300], [700]], max_seq_len=1024)
     BatchShape(rows=2, width=832)
@@ -179,7 +179,7 @@ def slowest_cost(
 def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) -> list[list[int]]:
     """Pack into at most `max_sequences` sequences that are as short as that number allows.
 
-    Short sequences cost less if attention is computed over whole sequences, and sequences of one
+    Short sequences cost less if attention is computed over full sequences, and sequences of one
     length need no padding. There are more than `max_sequences` if `max_seq_len` is too short for
     it.
     """

@@ -189,7 +189,7 @@ class SpanFinder:
     def __call__(self, sample: Sample) -> tuple[TokenSpan, ...]:
         """Return a sample's spans; their joined texts are its decoded ids, but for images.
 
-        An image is one span. Another exception are ids that end inside a character. A token alone
+        An image is one span. Another exception are ids that end inside a character. A single token
         has no text: the bytes of a character may be spread over several tokens, and some tokens
         begin with a space only after other tokens. So tokens are decoded together with the span
         before them, and get the text that they add.

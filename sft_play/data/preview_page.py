@@ -70,7 +70,7 @@ u.blanks { background: radial-gradient(circle, var(--faint) 1px, transparent 1.5
 
 LEGEND = (
     "<p>Shown as <mark>trained</mark> is what carries loss, the stop token included; the rest is "
-    "context. Every token has a shade of its own, its place and id under the pointer; "
+    "context. Every token has its own shade, and its position and id under the pointer; "
     '<i class="special">special</i> tokens are labels; <u class="line"></u> is a line feed, '
     '<u class="blanks">   </u> are blanks that would be missed.</p>'
 )

@@ -1,6 +1,6 @@
-"""The model's own processor: what stands for an image in a text, and the tensors of its pixels.
+"""The model's processor: the tokens of an image in a text, and the tensors of its pixels.
 
-Nothing is resized here: transformers' processor of the base does it, with its own settings.
+Nothing is resized here: transformers' processor of the base does it, with its settings.
 torchvision is used if it is installed, as transformers does, and Pillow elsewhere.
 """
 
@@ -110,9 +110,9 @@ class Processor:
         return {name: value for name, value in found.items() if name not in TEXT_INPUTS}
 
     def check(self, sample: RenderedSample) -> None:
-        """Raise RenderError unless its images alone have ids that stand for images, none trained.
+        """Raise RenderError unless only its images have image tokens, and none is trained.
 
-        A text may hold such a token, and a template may drop or repeat some.
+        A text may contain such a token, and a template may drop or repeat some.
         """
         has_suspects = not self._suspects.isdisjoint(sample.ids)
         if not sample.images and not (has_suspects and self.reads_images):
@@ -122,7 +122,7 @@ class Processor:
         if sum(types) != written:
             raise RenderError(
                 f"{sum(types)} of its tokens stand for images, and {type(self._own).__name__} "
-                f"writes {written} for its {len(sample.images)}: a text holds some, or the chat "
+                f"writes {written} for its {len(sample.images)}: a text contains some, or the chat "
                 "template drops or repeats them"
             )
         pairs = zip(types, sample.labels, strict=True)
@@ -140,7 +140,7 @@ class Processor:
 
     @functools.lru_cache(1)  # noqa: B019
     def find_limits(self) -> dict[str, int]:
-        """Return the bounds of pixels that are set; one that is null is the processor's own.
+        """Return the bounds of pixels that are set; null is the processor's.
 
         Alone, one would not count. Raises: ConfigError if the processor has no bounds.
         """

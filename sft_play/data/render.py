@@ -1,4 +1,4 @@
-"""Rows to token ids and labels, with the tokenizer's own chat template. Loads no torch.
+"""Rows to token ids and labels, with the tokenizer's chat template. Loads no torch.
 
 No template is trusted: `training_text` finds the trained characters of a text, and this module
 checks them on the tokens. Training equals use: the ids before an answer are those that
@@ -142,7 +142,7 @@ class Renderer:
 
         Tokenizers split texts at their added tokens first, so the tokens before an added token do
         not depend on what follows it, and comparing from the last one is enough. Without one, the
-        tail is the whole prompt.
+        tail is the complete prompt.
         """
         written = text.text
         matches: list[re.Match[str]] = []
@@ -280,7 +280,7 @@ class Renderer:
         if not stops:
             raise RenderError(
                 f"the tokenizer does not read {text.text[answer.stop : answer.end]!r} "
-                f"behind {where} as its stop token"
+                f"after {where} as its stop token"
             )
         end = start + min(stops) + 1
         decoded = self._decode(ids[start:end])
@@ -361,7 +361,7 @@ def render_prompt(
 ) -> PromptIds:
     """Return the ids of a prompt that the model is to answer. Raises RenderError.
 
-    `variables` are those of the chat template for this prompt alone. The model's processor has
+    `variables` are those of the chat template only for this prompt. The model's processor has
     written the images of the messages.
     """
     special = special_text(tokenizer, tokens_in_text)

@@ -182,12 +182,10 @@ def _no_format(path: Path, columns: Columns, records: Sequence[Json], keys: list
     candidates = () if columns else chain(_candidates(records[0]), _by_position(records, keys))
     suggested = _find_columns(records, candidates)
     if suggested:
-        return (
-            f"{found}; no row format has these. Say which hold what: {columns_setting(suggested)}"
-        )
+        return f"{found}; no row format has these. Name the columns: {columns_setting(suggested)}"
     return (
         f"{found}; no row format has these, and docs/data.md lists the formats. If other names "
-        "hold a question and its answer, say which: "
+        "contain a question and its answer, name the columns: "
         'DATA_COLUMNS="{question: <column>, answer: <column>}"'
     )
 
@@ -225,7 +223,7 @@ def columns_setting(columns: Columns) -> str:
 
 
 def _suggest_chosen(records: Sequence[Json]) -> Columns | None:
-    """Return columns that train the preferred answers of a preference set alone."""
+    """Return columns that train only the preferred answers of a preference set."""
     candidates: list[Columns] = [{"messages": "chosen"}]
     for name in (*QUESTIONS, "messages", "conversations"):
         if name in records[0]:
@@ -286,7 +284,7 @@ def _leaves(
 def _first_named(
     leaves: Sequence[Leaf], wanted: Sequence[str], taken: Sequence[Leaf]
 ) -> Leaf | None:
-    """Return the leaf with the likeliest name; its own name counts before those around it."""
+    """Return the leaf with the likeliest name; its name counts before those around it."""
     for depth in (1, None):
         for name in wanted:
             for leaf in leaves:

@@ -295,7 +295,7 @@ def _follow(value: Any, parts: Sequence[str], path: str) -> FoundValues:
                 values += _follow(element, parts[number:], path).values
             return FoundValues(values, is_list=True)
         else:
-            raise InvalidRowError(f"{path}: {value!r} holds no {part!r}")
+            raise InvalidRowError(f"{path}: {value!r} contains no {part!r}")
     return FoundValues([value], is_list=False)
 
 
@@ -318,7 +318,7 @@ class RowFormat:
 
     @cached_property
     def kind(self) -> str:
-        """What a row holds: turns, pair, calls, text or segments."""
+        """The content of a row: turns, pair, calls, text or segments."""
         return ROW_FORMATS[self.name].kind
 
     @cached_property
@@ -348,7 +348,7 @@ class RowFormat:
 def match_format(records: Sequence[Json], columns: Columns) -> RowFormat | None:
     """Return the format of a file's first records, None if they have none.
 
-    `columns` gives fields the file's own column names, or paths.
+    `columns` maps fields to the file's column names, or paths.
     """
     keys = set(chain.from_iterable(records))
     flags = {key for key in keys if all(_is_flag(record.get(key)) for record in records)}

@@ -66,7 +66,7 @@ USED_TURN_KEYS = frozenset((*TURNS["content"], *TURNS["reasoning"], *TURNS["othe
 TURN_PREFIX = "messages[]."
 IN_TEXT = " in the column "  # of marks before turns
 NULL_ARGUMENTS = "arguments that are null"
-MAX_LISTED = 12  # keys without a meaning of their own
+MAX_LISTED = 12  # keys without a meaning here
 TOO_DEEP = "nested too deeply; write it flatter"
 
 

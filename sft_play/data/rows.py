@@ -108,7 +108,7 @@ class Row:
     weight: float = 1.0  # of a plain text
     tools: tuple[Json, ...] = ()  # functions that the assistant may call: JSON schemas
     segments: tuple[Segment, ...] = ()  # a text in pieces: then there are no messages
-    variables: Json | None = None  # of the chat template, for this row alone
+    variables: Json | None = None  # of the chat template, only for this row
     group: str = ""  # its value in the column data.split_by
 
     @property
@@ -177,10 +177,10 @@ def check_encodable(text: str, name: str) -> None:
             text.encode("utf-8")
         except UnicodeEncodeError:
             raise InvalidRowError(
-                f"{name} holds half of a surrogate pair, which is no character"
+                f"{name} contains half of a surrogate pair, which is not a character"
             ) from None
     if "\0" in text:
-        raise InvalidRowError(f"{name} holds a NUL character, which belongs to no text")
+        raise InvalidRowError(f"{name} contains a NUL character; remove it")
 
 
 def parse_text(value: Any, name: str) -> str:

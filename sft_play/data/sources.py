@@ -189,7 +189,7 @@ def _bound(text: str, rows: int) -> int:
 
 
 def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
-    """Return the sources of each split that has rows of its own; fetches hub data sets once.
+    """Return the sources of each split that has rows; downloads hub data sets once.
 
     Raises DataError, and EnvironmentFault if the hub cannot be reached.
     """
@@ -210,7 +210,7 @@ def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
 
 
 def source_sections(value: str | list[str | SourceSection] | None) -> list[SourceSection]:
-    """Return what a setting such as data.train_path names, each as a section of its own."""
+    """Return what a setting such as data.train_path names, each as a section."""
     if value is None:
         return []
     sections = []
@@ -237,7 +237,7 @@ def find_source(section: SourceSection, setting: str, data: DataSection | None =
                 choice = f"subset {section.subset!r}"
             raise DataError(
                 f"{where}: {choice} is of hub data sets, and this is a path; "
-                "name the file or folder that holds it"
+                "name the file or folder that contains it"
             )
         if not path.is_dir() and file_format(path) is None:
             raise DataError(f"{where}: a data file ends in {', '.join(FORMATS)}")
@@ -283,7 +283,7 @@ def _choose_split(
     files = _list_folder(folder, where, read_as)
     by_split: dict[str | None, list[Path]] = {}
     for file in files:
-        parts = reversed(file.relative_to(folder).parts)  # a file's own name counts first
+        parts = reversed(file.relative_to(folder).parts)  # a file's name counts first
         by_split.setdefault(next(filter(None, map(split_of, parts)), None), []).append(file)
     if len(by_split) == 1 and not (folder / "dataset_dict.json").is_file():
         return files, ()
@@ -309,19 +309,19 @@ def _list_folder(folder: Path, where: str, read_as: str) -> tuple[Path, ...]:
     if unsupported:
         more = f" and {len(unsupported) - 1} more" if len(unsupported) > 1 else ""
         raise DataError(
-            f"{where}: holds {unsupported[0]}{more}, which is not read; "
+            f"{where}: contains {unsupported[0]}{more}, which is not read; "
             "move it away, or begin its name with _; "
             f"data files end in {', '.join(FORMATS)}"
         )
     texts = [path for path in files if base_format(path) in TEXTS]
     if texts and len(texts) < len(files):  # perhaps a README.txt
         raise DataError(
-            f"{where}: holds {texts[0]} next to files of rows; "
+            f"{where}: contains {texts[0]} next to files of rows; "
             "move it away, or begin its name with _"
         )
     if not files and notes:
         raise DataError(
-            f"{where}: holds only .md files ({len(notes)}, the first is {min(notes)}); "
+            f"{where}: contains only .md files ({len(notes)}, the first is {min(notes)}); "
             "DATA_FORMAT=text reads them as plain texts"
         )
     if not files:

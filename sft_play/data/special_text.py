@@ -24,7 +24,7 @@ from sft_play.errors import DataError, first_line
 TokensInText = Literal["fail", "as_text", "allow"]  # data.special_tokens_in_text
 SETTING = "DATA_SPECIAL_TOKENS_IN_TEXT"
 UNREADABLE = (
-    f"the tokenizer cannot read {{}} as plain text; {SETTING}=fail names the rows that hold a "
+    f"the tokenizer cannot read {{}} as plain text; {SETTING}=fail names the rows that contain a "
     "special token, allow reads it as the token"
 )
 
@@ -68,7 +68,7 @@ class SpecialText:
         """Return a conversation with placeholders for special tokens in its messages, and these.
 
         It is the row itself if it has none, and under `allow`. Raises RenderError for what `fail`
-        refuses, and for words that begin a turn without a token of their own.
+        refuses, and for words that begin a turn without a special token.
         """
         if self._policy == "allow":
             return row, ()
@@ -81,14 +81,14 @@ class SpecialText:
                 # the first is quick, and mostly enough
                 if words in text and pattern.search(text):
                     raise RenderError(
-                        f"{where} holds {words!r}, with which the chat template begins a "
+                        f"{where} contains {words!r}, with which the chat template begins a "
                         f"turn, and no token tells the two apart; {SETTING}=allow reads it as the "
                         "template's"
                     )
             found = self._token.findall(text)
             if found and self._policy == "fail":
                 raise RenderError(
-                    f"{where} holds {found[0]}, a special token; {SETTING}=as_text reads it as "
+                    f"{where} contains {found[0]}, a special token; {SETTING}=as_text reads it as "
                     "plain text, allow as the token"
                 )
             tokens.update(found)
@@ -143,7 +143,7 @@ class SpecialText:
             found = self._placeholder.search(text)
             if found:
                 raise RenderError(
-                    f"{where} holds {found[0]!r}, a character of private "
+                    f"{where} contains {found[0]!r}, a character of private "
                     f"use, in a row with special tokens in its text; {SETTING}=allow reads both"
                 )
 

@@ -43,7 +43,7 @@ def count_rows(records: np.ndarray) -> int:
 def begins_row(records: np.ndarray, *besides: str) -> np.ndarray:
     """Return a mask (N,) of the samples that are the first of their row, or of what else changes.
 
-    Pieces of a plain text have an `exact` of their own each.
+    Each piece of a plain text has its own `exact`.
     """
     mask = np.zeros(len(records), dtype=bool)
     mask[:1] = True
@@ -53,9 +53,9 @@ def begins_row(records: np.ndarray, *besides: str) -> np.ndarray:
 
 
 def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: str) -> np.ndarray:
-    """Return a mask (N,) of the samples to hold out.
+    """Return a mask (N,) of the samples to set aside.
 
-    They are of about `fraction` of the rows, or of MAX_HELD_OUT_ROWS: as near to that as whole
+    They are of about `fraction` of the rows, or of MAX_HELD_OUT_ROWS: as near to that as complete
     groups come, and never of more than twice as many. Rows of the same words are in one group, and
     so are those of one question, or of one value of a column, as `split_by` says (data.split_by).
     Which rows these are does not depend on their order. A piece of a plain text counts as a row.
@@ -68,7 +68,7 @@ def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: s
     target = min(max(1, round(rows * fraction)), MAX_HELD_OUT_ROWS)
     order = list(range(len(sizes)))
     random.Random(seed).shuffle(order)
-    reached = {0: (0, -1)}  # rows held out: those without the last group, and that group
+    reached = {0: (0, -1)}  # rows set aside: those without the last group, and that group
     tried: Counter[int] = Counter()  # groups by size
     for group in order:
         size = sizes[group]
@@ -214,7 +214,7 @@ class UsedTokens:
 
 
 def find_used_tokens(samples: Split) -> UsedTokens:
-    """Return the ids that whole stores have."""
+    """Return the ids of complete stores."""
     counts = np.zeros(0, np.int64)
     trained_counts = np.zeros(0, np.int64)
     for store in samples.stores:

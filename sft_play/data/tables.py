@@ -21,7 +21,7 @@ OTHER_DELIMITERS = (";", "\t", "|")  # of .csv files
 EXCEL_HINTS = ("sep=,", "sep=;", "sep=|", "sep=")  # a line that Excel reads, before the first
 PANDAS_INDEX = "Unnamed: 0"
 # Characters, of a row. A quote that is never closed takes in everything after it. The csv module's
-# own limit is 128 KiB, shorter than some documents.
+# limit is 128 KiB, shorter than some documents.
 MAX_FIELD_CHARACTERS = MAX_LINE_BYTES
 MAX_SHEET_ROWS = 1 << 20  # Excel's
 PLAIN_FORMATS = ("General", "0", "@")  # of a number: its digits and nothing else
@@ -173,7 +173,7 @@ def read_sheet(path: Path) -> Iterator[NumberedRecord]:
         record: Json | UnreadableRecord = dict(zip(header, cells, strict=False))
         if any(cell is not None for cell in cells[len(header) :]):
             record = UnreadableRecord(
-                f"a cell behind the {len(header)} columns that the first line names", repr(cells)
+                f"a cell after the {len(header)} columns that the first line names", repr(cells)
             )
         size = sum(len(str(cell)) for cell in cells)
         characters += size
@@ -196,7 +196,7 @@ def _read_cells(path: Path, file_bytes: int) -> Iterator[tuple[Any, ...]]:
                 sheet.reset_dimensions()  # which may name more cells than there are
                 for row in sheet.iter_rows():
                     yield tuple(_as_shown(cell) for cell in row)
-    # openpyxl checks little: what a damaged file has is an error of Python's own, of any kind
+    # openpyxl checks little: a damaged file may raise any of Python's errors
     except (zipfile.BadZipFile, zlib.error, SyntaxError, *OF_A_WRONG_VALUE) as error:
         reason = first_line(error)
         raise DataError(f"{path}: no .xlsx file, or a damaged one ({reason}); {AS_CSV}") from None

@@ -1,6 +1,6 @@
 """What a chat template leaves out of a conversation, or changes. Tokenizes nothing.
 
-A row's own messages are looked for in the text of it. Its tools and calls are not: a number, a null
+A row's messages are looked for in its text. Its tools and calls are not: a number, a null
 or a city may stand in a text by chance. So the template writes a conversation whose every place has
 a word that no template writes by itself, once for each kind of place that rows have.
 
@@ -21,7 +21,7 @@ from sft_play.data.templates import ChatTemplate, RenderError, list_strings, tem
 from sft_play.data.thoughts import split_reasoning
 
 MAX_QUOTED_CHARACTERS = 24
-REMEDY = "MODEL_CHAT_TEMPLATE=default writes them in plain words, or name a Jinja file of your own"
+REMEDY = "MODEL_CHAT_TEMPLATE=default writes them in plain words, or name your Jinja file"
 NO_TOOLS = f"the chat template leaves out the tools, so no token has them; {REMEDY}"
 QUESTION = Message("user", "Zq1Question")
 ANSWER = Message("assistant", "Zq1Answer")
@@ -154,12 +154,12 @@ def check_answer(
     if content in text:
         extra = text[text.rfind(content) + len(content) :].strip()
         raise RenderError(
-            f"the chat template writes {quote(extra)} behind {where}; "
+            f"the chat template writes {quote(extra)} after {where}; "
             "if it ends answers, name it as eos_token in tokenizer_config.json"
         )
     if content in after:
         remedy = "; DATA_REASONING=drop trains the answers without it" if reasoning else ""
-        behind = "behind its reasoning, " if reasoning else ""
+        behind = "after its reasoning, " if reasoning else ""
         raise RenderError(
             f"the chat template writes a stop token before {where}, {behind}"
             f"so the answer would not be learned{remedy}"
@@ -247,7 +247,7 @@ def check_calls(template: ChatTemplate, message: Message, where: str) -> None:
 
 @functools.lru_cache(MOST_KINDS)
 def _lost_of_tools(template: ChatTemplate, has_system: bool) -> frozenset[str] | None:
-    """Return the places of tools that are left out, None if the tools are as a whole."""
+    """Return the places of tools that are left out, None if all tools are left out."""
     try:
         asked = template_messages([SYSTEM] * has_system + [QUESTION])
         text = template.render_prompt(asked, [TOOL])
@@ -266,7 +266,7 @@ def _lost_in_answer(template: ChatTemplate, kind: CallKind) -> str | None:
     try:
         messages = template_messages([QUESTION, _probe(kind)])
         prompt, text = template.render_both(messages, [TOOL])
-    except RenderError:  # the row's own words are all that can be checked
+    except RenderError:  # only the row's words can be checked
         return None
     return next(_lost_calls(kind, text.removeprefix(prompt)), None)
 
@@ -295,7 +295,7 @@ def _lost_in_history(template: ChatTemplate, kind: CallKind) -> Notes:
 
 
 def _probe(kind: CallKind) -> Message:
-    """Return an answer with calls of a kind, of words of our own."""
+    """Return an answer with calls of a kind, with words for the test."""
     calls = []
     for number in range(1, kind.calls + 1):
         arguments = {

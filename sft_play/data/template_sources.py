@@ -1,6 +1,6 @@
 """Which chat template a model has, and the variables that become a part of it. Loads no torch.
 
-Image-text models may have it in the files of their processor alone, next to chat_template.jinja
+Image-text models may have it only in the files of their processor, next to chat_template.jinja
 and tokenizer_config.json, which transformers' tokenizers read.
 """
 
@@ -28,7 +28,7 @@ CLOCK_NAME = "strftime_now"
 Template = str | dict[str, str]
 logger = logging.getLogger(__name__)
 FindFile = Callable[[str], Path | None]  # a file of the model by its name, None if it has none
-# Read in this order if the tokenizer's own templates have not the one that is asked for.
+# Read in this order if the tokenizer's templates do not include the one that is asked for.
 # transformers forgets tokenizer_config.json's if additional_chat_templates/ has files.
 FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
 # Templates of image-text models may take contents only as lists of parts, and leave strings out
@@ -52,7 +52,7 @@ TRIED = tuple(
 def with_variables(template: Template, model: ModelSection) -> Template:
     """Return a template, or several by name, with model.template_kwargs and a fixed date.
 
-    Whoever gives a variable a value of his own at use still has that one.
+    A value that is passed at use still wins.
     Raises: ConfigError for a name or a date that cannot be one.
     """
     if isinstance(template, dict):
@@ -156,7 +156,7 @@ def _by_name(templates: Any) -> dict[str, str]:
             return {entry["name"]: entry["template"] for entry in templates}
         except (KeyError, TypeError):
             raise EnvironmentFault(
-                "chat_template: a list must hold objects with name and template; correct it in "
+                "chat_template: a list must contain objects with name and template; correct it in "
                 "the model's folder, or set MODEL_CHAT_TEMPLATE to a Jinja file"
             ) from None
     return dict(templates) if isinstance(templates, Mapping) else {"default": templates}
@@ -179,7 +179,7 @@ def read_text(path: Path) -> str:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise ConfigError(
             f"model.chat_template={path}: {reason}; write the path of a Jinja file, "
-            "name: and the name of one of the model's, or default; left out it is the model's own"
+            "name: and the name of one of the model's, or default; without it the model's is used"
         ) from None
 
 

@@ -49,7 +49,7 @@ CLOCK = datetime(2024, 7, 26)
 # What a template says that wants ids of calls
 WANTS_IDS = re.compile(r"(?i)\bids?\b|tool_call_id")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # Qwen and GLM, gpt-oss, Solar
-# What transformers gives every template, besides the special tokens and Jinja's own functions
+# What transformers gives every template, in addition to the special tokens and Jinja's functions
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
 # What the Python in a template may raise
 PYTHON_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
@@ -116,7 +116,7 @@ def _is_stored(node: Any) -> bool:
 
 
 class ChatTemplate:
-    """A tokenizer's own chat template, or DEFAULT_TEMPLATE, with a fixed clock."""
+    """A tokenizer's chat template, or DEFAULT_TEMPLATE, with a fixed clock."""
 
     def __init__(self, tokenizer: Any):
         default = None if tokenizer.chat_template else DEFAULT_TEMPLATE
@@ -199,7 +199,7 @@ def write_images(written: str, messages: Sequence[Json]) -> str:
 
 
 def template_text(tokenizer: Any) -> str:
-    """Return the chat template in force, several by name as JSON: the tokenizer's own or ours."""
+    """Return the chat template in force, several by name as JSON: the tokenizer's or ours."""
     own = tokenizer.chat_template or DEFAULT_TEMPLATE
     return own if isinstance(own, str) else json.dumps(own, sort_keys=True)
 

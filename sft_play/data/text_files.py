@@ -21,7 +21,7 @@ from sft_play.errors import DataError
 MAX_LINE_BYTES = 16 << 20  # some four million tokens; parsed, it may take 30 times as much
 SAMPLED_BYTES = 64 << 10  # of a line
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-END_OF_DOCUMENT = b"<|endoftext|>"  # alone on a line of a .txt file, as in TinyStories
+END_OF_DOCUMENT = b"<|endoftext|>"  # on its own line of a .txt file, as in TinyStories
 TYPE_NAMES = {
     list: "a list",
     dict: "an object",
@@ -138,7 +138,7 @@ def without_long_lines(path: Path) -> str:
 def read_documents(
     path: Path, stream: IO[bytes], line_by_line: bool = False
 ) -> Iterator[NumberedRecord]:
-    """Yield the text of a file, or its parts between lines of END_OF_DOCUMENT alone, or its lines.
+    """Yield the text of a file, or its parts between lines of only END_OF_DOCUMENT, or its lines.
 
     One of more than MAX_LINE_BYTES is several. Raises DataError.
     """
@@ -195,7 +195,7 @@ def explain(error: ValueError | RecursionError) -> str:
         case json.JSONDecodeError() if error.doc.startswith("\ufeff"):
             return "begins with a byte order mark, as in joined files; delete the mark"
         case json.JSONDecodeError() if "\0" in error.doc:
-            return "not valid JSON: it holds NUL bytes; if the file is UTF-16, save it as UTF-8"
+            return "not valid JSON: it contains NUL bytes; if the file is UTF-16, save it as UTF-8"
         case json.JSONDecodeError():
             place = f"column {error.colno}"
             if error.lineno != 1:
@@ -203,7 +203,7 @@ def explain(error: ValueError | RecursionError) -> str:
             return f"not valid JSON: {error.msg.removesuffix(' at')} at {place}"
         case RecursionError():
             return "not valid JSON: nested too deeply"
-        case InvalidJsonError():  # read by Python's own decoder, but no JSON by its standard
+        case InvalidJsonError():  # read by Python's decoder, but not JSON by its standard
             return f"not valid JSON: {error}"
         case _:  # int() of thousands of digits
             return "not valid JSON: a number has too many digits"

@@ -1,6 +1,6 @@
 """Reasoning before an answer: where a row has it, and how a chat template takes it.
 
-A row has it as a field of the message, or within the content, behind marks such as <think>. A
+A row has it as a field of the message, or within the content, after marks such as <think>. A
 template takes it as a field, as a part of the content (Mistral), only between marks that it writes
 itself, or knows none at all: then it is written into the content, as most sets have it.
 
@@ -185,7 +185,7 @@ class ThoughtPolicy:
 
     @cached_property
     def _form(self) -> _Form:
-        """How the template takes reasoning, asked with words of our own."""
+        """How the template treats reasoning, tried with test words."""
         fields = dict.fromkeys(REASONING_FIELDS, PROBE)
         inside = THINK.write(PROBE) + PROBE_ANSWER
         contents: list[Json] = [{"content": PROBE_ANSWER}, {"content": inside}]
@@ -288,7 +288,7 @@ class ThoughtPolicy:
         return None
 
     def _find_block_end(self, block: Block, asked: AskedAnswer) -> str:
-        """Return how the template ends a think block, asked with words of our own."""
+        """Return how the template ends a think block, tried with test words."""
         words = f"Answer{PROBE}"
         prompt, text = asked.render(self._template, content=words, reasoning_content=PROBE)
         after = text[len(prompt) :].partition(PROBE)[2]

@@ -33,7 +33,7 @@ from sft_play.plan.base_model import POINTER
 from sft_play.progress import Stage, watched
 from sft_play.runs.model_folder import read_object
 
-# Files that have a vocabulary, of some models alone and of others next to tokenizer_config.json
+# Files with a vocabulary, of some models the only file and of others next to tokenizer_config.json
 FILES = (
     *("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
@@ -84,7 +84,7 @@ def why_not_loaded(name: str, find: FindFile, error: Exception) -> str:
     reason = first_line(error)
     if reason.endswith(":"):  # a list follows, with what is missing
         reason = text
-    if not isinstance(error, OSError | ValueError | ImportError):  # its text alone says little
+    if not isinstance(error, OSError | ValueError | ImportError):  # its text says little
         reason = f"its files are not what transformers expects ({type(error).__name__}: {reason})"
     return f"{reason.removesuffix('.')}; correct its files, or get the model again"
 
@@ -138,7 +138,7 @@ def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> No
     """Add tokens that are never split; one of the vocabulary keeps its id.
 
     Those that the chat template writes between turns are special: answers do not show them, and
-    messages cannot hold them. Any other, such as <tool>, is read and shown where it is written.
+    messages cannot contain them. Any other, such as <tool>, is read and shown where it is written.
     """
     new = [token for token in tokens if token not in tokenizer.added_tokens_encoder]
     words = [token for token in new if token in tokenizer.get_vocab()]
@@ -162,7 +162,7 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
             model.name,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
-            # else mistral-common, if it is installed, reads tekken.json with a class of its own
+            # else mistral-common, if it is installed, reads tekken.json with its own class
             # that has no offsets
             mistral_format=False,
         )

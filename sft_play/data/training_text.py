@@ -3,7 +3,7 @@
 The *generation view* of an answer is what the template writes for the conversation up to and
 including it: first the prompt that the model is given at use, then what it is to write. Templates
 write some answers differently once the conversation continues: Qwen 3 and DeepSeek R1 leave the
-reasoning out of the history, gpt-oss ends the last answer with a token of its own. So one row may
+reasoning out of the history, gpt-oss ends the last answer with another token. So one row may
 give several texts. Each answer is trained in a text that begins with its generation view, up to
 its stop token. `{% generation %}` marks of a template are not read.
 """
@@ -64,7 +64,7 @@ class Answer:
     stop: int  # where its stop token begins
     end: int  # where its stop token ends
     images: tuple[ImageFile, ...] = ()  # before it
-    # The end of its prompt, tokenized alone to check that the sample begins with the prompt's ids
+    # The end of its prompt, tokenized to check that the sample begins with the prompt's ids
     tail: str = ""
     tail_token: int = 0  # at which the tail begins, in the tokens of the full text
 
@@ -125,7 +125,7 @@ class TrainingTextBuilder:
             return self
         key = repr(row.variables)
         if key not in self._variants:
-            if len(self._variants) == MAX_VARIANTS:  # as documents are, of each row alone
+            if len(self._variants) == MAX_VARIANTS:  # as documents are, of each row separately
                 self._variants.clear()
             self._variants[key] = variant = copy.copy(self)
             variant._use(template)
@@ -196,7 +196,7 @@ class TrainingTextBuilder:
 
         If the template writes no stop token, eos is put after the last character: the model must
         learn to end. At use it reads its earlier answers as the template writes them, without eos,
-        so in a longer conversation such an answer has a text of its own.
+        so in a longer conversation such an answer has its own text.
         """
         message = row.messages[index]
         where = f"messages[{index}]"
@@ -227,7 +227,7 @@ class TrainingTextBuilder:
             check_calls(self._template, message, where)
         if not self._whitespace_or_special.fullmatch(after):
             raise RenderError(
-                f"the chat template writes {quote(after.strip())} behind the stop token of {where}"
+                f"the chat template writes {quote(after.strip())} after the stop token of {where}"
             )
         asked = row.messages[: index + 1]
         structure = (*map(get_role, asked), *map(bool, map(get_calls, asked)))
@@ -242,13 +242,13 @@ class TrainingTextBuilder:
         return RenderedSample([], [], notes=notes, text=text, answers=[answer])
 
     def _refuse_stop(self, message: Message, where: str) -> None:
-        """Raise RenderError for an answer that holds a stop token."""
+        """Raise RenderError for an answer that contains a stop token."""
         for text in list_strings((message.content, message.reasoning, message.tool_calls)):
             found = self._stop.search(text)
             if found:
                 raise RenderError(
-                    f"{where} holds {found[0]}, which ends an answer, "
-                    "so what stands behind it would not be learned"
+                    f"{where} contains {found[0]}, which ends an answer, "
+                    "so the text after it would not be learned"
                 )
 
     def _check_places(self, messages: list[Json], tools: Sequence[Json]) -> None:

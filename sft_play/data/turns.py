@@ -35,7 +35,7 @@ from sft_play.data.rows import (
     shorten,
 )
 
-CALL = "call"  # of the assistant: the whole turn is calls of functions
+CALL = "call"  # of the assistant: the turn is only calls of functions
 ROLES = FORMS["roles"]  # in a file, small: ours
 REASONING_KEYS = FORMS["turns"]["reasoning"]
 CONTENT_KEYS = FORMS["turns"]["content"]
@@ -55,7 +55,7 @@ CALL_START = re.compile(r"[\[{]")
 
 
 def add_images(messages: list[Message], given: Any) -> list[Message]:
-    """Return the messages of a turn with the images of its own list. Raises InvalidRowError."""
+    """Return the messages of a turn with the images of its list. Raises InvalidRowError."""
     *results, message = messages
     images = name_images(given, ".images")
     content = IMAGE_MARK * len(images) + message.content
@@ -100,7 +100,7 @@ def parse_turn(record: Json) -> list[Message]:
 def goes_on(record: Json, before: Json) -> bool:
     """Return whether a turn of the assistant is of one answer with the turn before it.
 
-    Calls may have a turn of their own, and so may each channel of Harmony.
+    Calls may have their own turn, and so may each channel of Harmony.
     """
     speaker = record.get("role") or record["from"]
     return ROLES[speaker.lower()] == CALL or before.get("channel") in OPEN_CHANNELS

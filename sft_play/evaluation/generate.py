@@ -1,6 +1,6 @@
 """Generate answers: the only module that calls `model.generate`, for evaluation and inference.
 
-Batches have the longest prompts first, and as many as the memory holds. Attention of one new token
+Batches have the longest prompts first, and as many as fit into memory. Attention of one new token
 to a cache reads keys that several query heads share once, if transformers copies them for each.
 
 Legend: B prompts of a batch, T tokens of the longest one, N generated tokens, H query heads,
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 SDPA = "sdpa"
 MOST_PROMPTS = {"cuda": 256, "cpu": 32}  # on a CPU more at once do not come faster
-# Of the free memory: a cache that grows by a token leaves blocks of its former sizes behind
+# Of the free memory: a cache that grows by a token leaves blocks of its former sizes
 SHARE = 0.5
 CACHE_COPIES = 2  # of a layer, while its cache is made one token longer
 SCORE_COPIES = 3  # of the scores of a token: the head's, in float32, and processed
@@ -75,7 +75,7 @@ class Sampling:
 class Generator:
     """Greedy or beam search with the settings of a run's evaluation, in its compute dtype.
 
-    With `sampling` tokens are drawn, from torch's own generator.
+    With `sampling` tokens are drawn from torch's generator.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ class Generator:
         The model must be in evaluation mode. Autocast is entered here, because accelerate wraps
         a model's forward in autocast but not PEFT's generate. A `streamer` takes the ids of one
         prompt as they come, and `scored` the scores (B, V) of each token, after the penalties of
-        the base's generation_config.json. Raises: DataError if no position is left behind a
+        the base's generation_config.json. Raises: DataError if no position is left after a
         prompt.
         """
         limit = self.train.generation_max_new_tokens
@@ -313,9 +313,9 @@ class Room:
 def room_for(
     model: torch.nn.Module, process: Process, beams: int = 1, limit_bytes: int | None = None
 ) -> Room:
-    """Return the room for generation in addition to what this process holds now.
+    """Return the room for generation in addition to what this process uses now.
 
-    `limit_bytes` is what it may hold on its GPU in all; None is all that is free.
+    `limit_bytes` is what it may use on its GPU in all; None is all that is free.
     """
     shape = shape_of(model.config.to_dict(), getattr(model.config, "name_or_path", ""))
     itemsize = process.compute_dtype.itemsize

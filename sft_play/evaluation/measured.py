@@ -13,7 +13,7 @@ from sft_play.evaluation.generate import StopWhen
 from sft_play.models.sharding import resharding
 
 SLOW_SECONDS = 1.0  # of a batch on a CPU: loading kernels for the first one hardly counts
-TIMED_TOKENS = 8  # of the answers that are generated to measure how long whole ones take
+TIMED_TOKENS = 8  # of the answers that are generated to measure how long complete ones take
 READING_SHARE = 0.1  # of the time limit, in which measured answers may read their prompts
 
 

@@ -88,10 +88,10 @@ def run(asked: Path, answered: Path, said: Path) -> int:
             return _exit_code(pid)
     # with a launcher's variables transformers would wait for the other ranks
     environ = {name: value for name, value in environment().items() if not is_of_launcher(name)}
-    # -P: the folder of the script holds modules of ours
+    # -P: the folder of the script contains modules of this project
     words = [sys.executable, "-P", str(SCRIPT), str(asked), str(answered)]
     with said.open("wb") as file:
-        # a session of its own: Ctrl-C stops the run, whose weights are checked anyway
+        # in a new session: Ctrl-C stops the run, whose weights are checked anyway
         process = subprocess.Popen(
             words, env=environ, stdout=file, stderr=file, start_new_session=True
         )
@@ -117,7 +117,7 @@ def _serve(reading: int) -> NoReturn:
         stops.leave_to_parent()  # Ctrl-C stops the run, whose weights are checked anyway
         os.setsid()
         with os.fdopen(reading, encoding="utf-8") as pipe:
-            # not to the end: processes that prepare batches hold the other side, too
+            # not to the end: processes that prepare batches have the other end open, too
             request = pipe.readline().strip()
         if request:
             asked, answered, said = json.loads(request)

@@ -1,6 +1,6 @@
-"""Score saved weights with transformers and PEFT alone, as whoever gets the folder would.
+"""Score saved weights with only transformers and PEFT, as a user of the folder would.
 
-A script, run by its path in a process of its own, so that nothing of this project is imported
+A script, run by its path in a separate process, so that nothing of this project is imported
 there: `reopened` starts it, or `opener` has done so before. It reads a request and rows, and writes
 what the weights say of these rows.
 Legend: N labeled positions, V vocabulary, K tokens of a position.
@@ -133,7 +133,7 @@ def load(folder: Folder) -> tuple[Any, Any]:
         model = opened(base, revision=folder.revision, **options)
     for module in model.modules():
         if folder.quantization and hasattr(module, "compute_dtype"):
-            # a base in 4 bits names a type of its own
+            # a base in 4 bits names its type
             module.compute_dtype = options["quantization_config"].bnb_4bit_compute_dtype
         # On some CPUs a 4-bit layer would round its scales to bfloat16 when it is evaluated. What
         # is in the files is looked at here, not a kernel.
@@ -198,7 +198,7 @@ def refuse_unread(adapted: Any, folder: Path) -> None:
 def with_soft_caps(model: Any) -> Any:
     """Return a model that computes the soft cap of its attention scores, if it has one.
 
-    transformers' sdpa leaves it out without a word; the model's own eager attention does not.
+    transformers' sdpa silently leaves it out; the model's eager attention does not.
     """
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
@@ -230,7 +230,7 @@ def scored(model: Any, rows: Mapping[str, Tensor], device: torch.device | None =
 def scored_together(model: Any, rows: Mapping[str, Tensor]) -> Said:
     """Return the same of a model whose weights are read from the disk at each forward pass.
 
-    All rows are one batch, and the head is given the labeled positions alone.
+    All rows are one batch, and the head computes only the labeled positions.
     """
     each = list(each_row(rows))
     padded = torch.nn.utils.rnn.pad_sequence([ids for ids, _, _ in each], batch_first=True)
@@ -301,7 +301,7 @@ def ends_at(model: Any, tokenizer: Any, prompt: list[int], stop: int) -> bool:
 
 
 def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
-    """Return the ids of a prompt by the folder's own chat template."""
+    """Return the ids of a prompt by the folder's chat template."""
     encoded = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=True
     )

@@ -1,4 +1,4 @@
-"""What the evaluated model says of a few held-out rows: saved weights must say the same.
+"""What the evaluated model computes for a few held-out rows: saved weights must match it.
 
 The reference is written once at the end of a run, in eval/reference.safetensors; a merge or an
 export then needs no second copy of the trained model. Legend: N labeled positions of all rows.

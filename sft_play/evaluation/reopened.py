@@ -38,7 +38,7 @@ class Bound(NamedTuple):
 EXACT = Bound(kl=1e-6, loss=1e-4)
 ROUNDED = Bound(kl=1e-2, loss=2e-2)
 # A run over a float8 base, whose products have 3 bits of mantissa; plain transformers multiplies
-# the base's own weights. The embedded model, whose matrices are small: 1.4e-2 and 8e-2
+# the base's weights. The embedded model, whose matrices are small: 1.4e-2 and 8e-2
 FROM_FLOAT8 = Bound(kl=5e-2, loss=2e-1)
 
 # Beyond these no 16-bit rounding explains a difference: the folder is another model
@@ -110,7 +110,7 @@ class Reopened:
         found = []
         missed = self.stops_of - self.stops
         if missed > 0:
-            found.append(f"generation runs on behind the trained stop of {missed} rows")
+            found.append(f"generation continues after the trained stop in {missed} rows")
         if self.changed_prompts:
             found.append(f"the chat template writes {self.changed_prompts} prompts otherwise")
         return found

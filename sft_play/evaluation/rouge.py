@@ -8,7 +8,7 @@ import regex
 from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenizers import Tokenizer
 
-# rouge-score's own words, [a-z0-9]+, and what it drops: words of other scripts than Latin.
+# rouge-score's words, [a-z0-9]+, and what it drops: words of other scripts than Latin.
 # Scripts without spaces between words give a word for each character.
 _UNSPACED = (
     r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\u30fc"  # U+30FC lengthens a vowel

@@ -27,7 +27,7 @@ from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
 
-DeviceMap = dict[str, torch.device]  # by module name; "" is the whole model
+DeviceMap = dict[str, torch.device]  # by module name; "" is the full model
 
 
 class Block(NamedTuple):

@@ -39,7 +39,7 @@ def working_bytes(step: StepSpec, layout: Layout) -> Working:
     """Return the activations of a step, traced or by the closed form.
 
     Ranks that share experts compute those of as many rows as without, on average, but how many is
-    known on the GPU alone: they have memory for the choices of all ranks' tokens. Hidden states and
+    known only on the GPU: they have memory for the choices of all ranks' tokens. Hidden states and
     what experts keep of the tokens of others come on top, in each layer that is not recomputed, and
     twice that and their outputs in the layer that runs.
     """
@@ -156,14 +156,14 @@ def _stream_bytes(step: StepSpec) -> int:
 def _recomputed_bytes(step: StepSpec, tokens: int) -> int:
     """Return what the backward pass of a layer needs of all its tokens, if it is recomputed.
 
-    The MLP of a long row is recomputed in tiles, and keeps its input alone.
+    The MLP of a long row is recomputed in tiles, and saves only its input.
     """
     in_mlp = step.compute_bytes * (3 if step.is_full else 2) * step.model.intermediate
     return tokens * layer_bytes_per_token(step) - (tokens - _mlp_tokens(step, tokens)) * in_mlp
 
 
 def _mlp_tokens(step: StepSpec, tokens: int) -> int:
-    """Return how many of a row's tokens a recomputed MLP holds at once."""
+    """Return how many of a row's tokens a recomputed MLP processes at once."""
     is_tiled = step.is_fast and step.zero_stage < 3 and tokens >= 2 * TILE_TOKENS
     return TILE_TOKENS if is_tiled else tokens
 
@@ -194,7 +194,7 @@ def evaluation_logit_bytes(step: StepSpec, tokens: int) -> int:
 def _kept_bytes(step: StepSpec, layout: Layout) -> int:
     """Return the activations that are kept when the backward pass begins.
 
-    A checkpointed layer keeps its input alone. Offloaded, all but two of them are on the host.
+    A checkpointed layer saves only its input. If offloaded, all but two of them are on the host.
     """
     kept_layers = step.model.layers - layout.checkpointed_layers
     on_host = step.offloaded(layout.checkpointed_layers)
@@ -213,7 +213,7 @@ def _kept_attention_bytes(step: StepSpec, layout: Layout) -> int:
 
 
 def _last_layer_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return what the backward pass holds in its last layer, the model's first."""
+    """Return the bytes of the backward pass in its last layer, the model's first."""
     gradients = _gradient_bytes(step, layout, is_recomputed=layout.checkpointed_layers > 0)
     if layout.checkpointed_layers:
         return gradients + _recomputed_bytes(step, layout.tokens)
@@ -258,7 +258,7 @@ def _float8_bytes(step: StepSpec, tokens: int) -> int:
 
 
 def _dora_bytes(step: StepSpec) -> int:
-    """Return what DoRA holds to take the length of the largest linear's weights.
+    """Return the bytes that DoRA needs for the norm of the largest linear's weights.
 
     PEFT multiplies A and B through an identity matrix in 32 and in 16 bits. 4-bit weights are kept
     in 16 bits for the backward pass.
@@ -275,7 +275,7 @@ def _dora_bytes(step: StepSpec) -> int:
 
 
 def layer_working_bytes(step: StepSpec, tokens: int) -> int:
-    """Return what a layer holds while it computes and nothing of it is kept.
+    """Return the bytes of a layer while it computes, if it saves nothing.
 
     Fitted to 1B, 8B and 14B. Unfused, all logits are far more.
     """
@@ -286,7 +286,7 @@ def layer_working_bytes(step: StepSpec, tokens: int) -> int:
 
 
 def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
-    """Return what the loss holds: all logits and what is made of them.
+    """Return the bytes of the loss: all logits and what is computed from them.
 
     Fused, a chunk of them, the last hidden states and their gradient, of which the gradient stays.
     The gradient of a head that is trained comes with the loss.

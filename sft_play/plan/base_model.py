@@ -1,6 +1,6 @@
 """What lies under model.name, and why it may be no base to train. Reads no weights, loads no torch.
 
-transformers would say so after the rows are tokenized, in its own terms, or not at all. Its
+transformers would report it after the rows are tokenized, in its terms, or not at all. Its
 model types are read from its files: they are tables of words, and its import would take seconds.
 """
 
@@ -129,7 +129,7 @@ def read_weight_headers(folder: Path, name: str) -> list[Header]:
 
 
 def refuse_missing_weights(name: str) -> None:
-    """Raise EnvironmentFault for a folder without weights, which can be planned alone."""
+    """Raise EnvironmentFault for a folder without weights, which can only be planned."""
     if Path(name).is_dir() and not has_weights(Path(name)):
         raise EnvironmentFault(
             f"model.name={name}: the folder has a config.json and no weights ({SINGLE}); get the "
@@ -205,7 +205,7 @@ def _other_kind(folder: Path, files: set[str]) -> str | None:
         return f"a sentence-transformers model, which embeds texts; {CAUSAL}"
     if "config.json" not in files and any(file.startswith("consolidated.") for file in files):
         return (
-            "in the format of Mistral's or Meta's own code, without config.json; set MODEL_NAME "
+            "in the format of Mistral's or Meta's code, without config.json; set MODEL_NAME "
             "to the upload of the same model that has a config.json"
         )
     packed = sorted(folder.glob("*.gguf"))

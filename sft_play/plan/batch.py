@@ -34,7 +34,7 @@ class BatchRequest:
     row: Layout  # of one row in one micro-batch: what all layouts have in common
     layers: int  # of the model
     recomputes_by_layer: bool = True  # else all layers are checkpointed or none
-    overhead_tokens: float = OVERHEAD_TOKENS  # that a micro-batch costs on top of its own
+    overhead_tokens: float = OVERHEAD_TOKENS  # that a micro-batch costs on top of its tokens
     host_tokens: float = 0.0  # that a GPU computes while its host works on one micro-batch
     step_tokens: float | None = None  # of a usual packed step, if micro-batches may grow by it
 
@@ -264,7 +264,7 @@ def longest_rows(
     layers = 0 if request.gradient_checkpointing is False else step.model.layers
     row = replace(
         request.row,
-        grad_accum=2,  # gradients of other rows are held
+        grad_accum=2,  # gradients of other rows are in memory
         checkpointed_layers=layers,
         fullest_step=None,
     )

@@ -28,7 +28,7 @@ class Card:
     gib: float  # usable memory
     capability: tuple[int, int]
     flops: float
-    bandwidth: float  # of the GPU's own memory, bytes a second
+    bandwidth: float  # of the GPU's memory, bytes per second
     link: Literal["NVLink", "PCIe"]
     link_bytes: float  # from one GPU to its neighbor, in one direction, bytes a second
 

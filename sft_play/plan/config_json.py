@@ -212,7 +212,7 @@ def find_file(
 
 
 def go_offline_without_network() -> None:
-    """Let the hub's libraries ask their cache alone if the hub's name is not known here.
+    """Let the hub's libraries ask only their cache if the hub's name is not known here.
 
     They would try for half a minute.
     """

@@ -181,7 +181,7 @@ def traced_settings(config: Config, is_half: bool) -> dict[str, object]:
 
 
 def _settings(config: Config, is_half: bool) -> dict[str, dict[str, object]]:
-    """Return the settings that change what a step of a model holds beyond its rows."""
+    """Return the settings that change the bytes of a model's step beyond its rows."""
     unread = {"lora": config.tuning.mode == "full" or WEIGHTLESS, "allow_untrained_tokens": True}
     return {
         "model": config.model.model_dump(mode="json", include=MODEL_SETTINGS),
@@ -241,7 +241,7 @@ class _Counter:
     def start(cls, environ: Mapping[str, str]) -> Self:
         """Start a process, whose imports take seconds."""
         paths = [str(PACKAGE.parent)]
-        if environ.get("PYTHONPATH"):  # packages may be installed there alone
+        if environ.get("PYTHONPATH"):  # packages may be installed only there
             paths.append(environ["PYTHONPATH"])
         env = {**environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
         # a file, as a pipe that nobody reads would fill

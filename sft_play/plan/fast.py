@@ -2,7 +2,7 @@
 
 `models.fast` goes by what it finds in the loaded model. For models that are like Llama, whose steps
 are planned in closed form, the rules here say before there is a model what it will find.
-tests/test_models_adapters.py holds the two against each other. No torch.
+tests/test_models_adapters.py compares both. No torch.
 """
 
 import importlib.util
@@ -202,7 +202,7 @@ NEEDED = {"attention": "attention is not fused", "loss": "the loss is not fused"
 HINDERING = {"mixers": "mixers begin again at each document"}
 HOST_SETS_PACE = 0.7  # of the GPU's time: a slower CPU than the one that was measured takes as long
 RECORDING_STRATEGIES = ("single", "ddp", "ep")
-PROVEN_EXPERTS = 4  # of a module, whose own code a proof runs
+PROVEN_EXPERTS = 4  # of a module, whose original implementation a proof runs
 MOST_RECORDINGS = 16  # shapes of micro-batches
 
 

@@ -241,11 +241,11 @@ def why_not_shared(inputs: PlanInputs, step: StepSpec, count: int) -> str | None
         ),
         "recurrent layers need the tokens before theirs": model.counts.recurrent_layers,
         "model.device_map places one model on several GPUs": ranks.gpus_per_process > 1,
-        f"tuning.backend={config.tuning.backend} has attention of its own": (
+        f"tuning.backend={config.tuning.backend} has its own attention": (
             backend.has_own_kernels or not backend.is_traceable
         ),
         "attention is not that of the fused kernels": has_other_attention,
-        "the balance of experts is counted over whole rows": (
+        "the balance of experts is counted over complete rows": (
             config.train.router_aux_loss_coef not in (None, "auto", 0)
         ),
     }

@@ -39,7 +39,7 @@ def launch_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -
 
 
 def rank_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> Launch:
-    """Return the command of one rank, for processes that the user's own launcher has started."""
+    """Return the command of one rank, for processes that the user's launcher has started."""
     argv = (sys.executable, str(WORKER), str(run_folder))
     return Launch(argv, _environment(ranks, run_folder, environ))
 
@@ -60,7 +60,7 @@ def _launcher(ranks: Ranks, run_folder: Path, port: int) -> list[str]:
         # it starts; one that is chosen here may be taken while rows are tokenized
         config = ["--config_file", str(run_folder / "accelerate.yaml")]
         return ["-m", "accelerate.commands.launch", *config, "--main_process_port", str(port)]
-    # deepspeed's own launcher passes no signal on and kills what saves for more than 30 seconds
+    # deepspeed's launcher passes no signal on and kills what saves for more than 30 seconds
     node = ["--nnodes", str(ranks.nodes), "--node_rank", str(ranks.node_rank)]
     node += ["--nproc_per_node", str(ranks.per_node), "--master_addr", ranks.master_addr]
     return ["-m", "torch.distributed.run", *node, "--master_port", str(port or free_port())]
@@ -69,7 +69,7 @@ def _launcher(ranks: Ranks, run_folder: Path, port: int) -> list[str]:
 def accelerate_config(ranks: Ranks, mixed_precision: str) -> dict[str, object]:
     """Return accelerate's config for these ranks.
 
-    It is always passed: without one accelerate merges a file of the whole machine.
+    It is always passed: without one accelerate merges a file of the machine.
     """
     return {
         "compute_environment": "LOCAL_MACHINE",
@@ -91,7 +91,7 @@ def accelerate_config(ranks: Ranks, mixed_precision: str) -> dict[str, object]:
 
 
 def write_accelerate_config(path: Path, config: Mapping[str, object], header: str) -> None:
-    """Write an accelerate config file whole."""
+    """Write a complete accelerate config file."""
     write_text(path, f"# {header}\n" + yaml.safe_dump(dict(config), sort_keys=True))
 
 
@@ -106,7 +106,7 @@ def execute(launch: Launch, environ: Mapping[str, str]) -> None:
 
 
 def rank_environment(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of what a launch starts."""
+    """Return the complete environment of what a launch starts."""
     kept = {name: value for name, value in environ.items() if not is_of_launcher(name)}
     return {**kept, **launch.env}
 

@@ -40,7 +40,7 @@ PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """Bytes on one device by component, at the moment of a phase when most are held."""
+    """Bytes on one device by component, at the moment of a phase when most are used."""
 
     weights: int
     adapters: int
@@ -51,7 +51,7 @@ class PhaseBytes:
     buckets: int = 0
     context: int = 0
     gathered: int = 0  # full layers of FSDP or ZeRO-3; FSDP's gradients before they are divided
-    graphs: int = 0  # what recorded layers hold, on top of what the layers do
+    graphs: int = 0  # of recorded layers, on top of the layers' bytes
     measured_beyond: int = 0  # by a probe, beyond the components above
 
     @property
@@ -62,7 +62,7 @@ class PhaseBytes:
         """Return the bytes by component.
 
         Of the last three, FSDP and ZeRO-3 have the first, train.cuda_graphs the second, and a
-        probe alone brings the third.
+        only the probe brings the third.
         """
         rare = ("gathered", "graphs", "measured_beyond")
         return {name: size for name, size in vars(self).items() if size or name not in rare}
@@ -132,7 +132,7 @@ def _total(phase: PhaseBytes) -> int:
 
 
 def is_fullest_at_begin(step: StepSpec, layout: Layout) -> bool:
-    """Return whether the backward pass holds most when it begins, with all activations.
+    """Return whether the backward pass needs most when it begins, with all activations.
 
     Otherwise it does when it ends, with all gradients.
     """
@@ -185,7 +185,8 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
     """Weights as they are read: below stage 3 ZeRO reads them in full, then converts their type.
 
-    Fused experts are proven next to their own code, of PROVEN_EXPERTS if a rank has them whole.
+    Fused experts are proven next to their original implementation, with PROVEN_EXPERTS of them if a
+    rank has all.
     """
     loading = replace(held, gradients=0, optimizer=0, buckets=0)
     if step.is_gpu and (step.is_quantized or not step.is_fsdp):
@@ -218,7 +219,7 @@ def _loading_experts(step: StepSpec) -> int:
 
 
 class _Passes(NamedTuple):
-    """What is held in the forward pass, and when the backward pass begins and ends."""
+    """Bytes in the forward pass, and when the backward pass begins and ends."""
 
     forward: PhaseBytes
     begin: PhaseBytes
@@ -226,7 +227,7 @@ class _Passes(NamedTuple):
 
 
 def _passes(step: StepSpec, layout: Layout, held: PhaseBytes) -> _Passes:
-    """Return the moments of a micro-batch that may hold most.
+    """Return the moments of a micro-batch that may need most bytes.
 
     Gradients of earlier micro-batches are there, and those in separate buffers. Others come as
     activations go, in their place.
@@ -275,7 +276,7 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
 
 
 def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
-    """What is held between steps from the first one on, with all gradients."""
+    """Return the bytes between steps from the first one on, with all gradients."""
     world_size = layout.world_size
     shared, step = step.without_experts(), step.of_rank()
     optimizer_shards = world_size if step.zero_stage >= 1 or step.divides_training else 1

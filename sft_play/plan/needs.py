@@ -145,7 +145,7 @@ def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     if machine.zero_stage == 3 and config.tuning.mode != "full" and whole:
         raise ConfigError(
             f"{', '.join(map(loaded.described, whole))}: PEFT "
-            "reads whole weights for it, which ZeRO-3 shares among the GPUs; train with "
+            "reads complete weights for it, which ZeRO-3 shards over the GPUs; train with "
             "make train-distributed TRAIN_STRATEGY=zero2, or delete the setting"
         )
     backend = backend_of(config)
@@ -160,7 +160,7 @@ def _refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
     """Raise ConfigError for what DeepSpeed cannot train."""
     if loaded.config.train.optim in MATRIX_OPTIMIZERS and ranks.strategy == "deepspeed":
         raise ConfigError(
-            f"{loaded.described('train.optim')}: it steps whole matrices, and DeepSpeed cuts flat "
+            f"{loaded.described('train.optim')}: it steps matrices, and DeepSpeed cuts flat "
             "lists of weights; set TRAIN_OPTIM=adamw_torch_fused, or use make train-distributed "
             "TRAIN_STRATEGY=ddp"
         )
@@ -184,7 +184,7 @@ def refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJs
     if deepspeed.precision(raw) == "bf16":
         asked = f"{path}: bf16.enabled=true"
     raise ConfigError(
-        f"{asked}: under DeepSpeed transformers computes in bfloat16 on GPUs alone; "
+        f"{asked}: under DeepSpeed transformers computes in bfloat16 only on GPUs; "
         'write "auto" there, or leave DeepSpeed out: make train-distributed'
     )
 

@@ -108,7 +108,7 @@ def after_out_of_memory(
 ) -> str:
     """Return the make command of a run that needs less in `phase`, if `run` lacked memory.
 
-    `config` is the run's resolved one, and CONFIG is the file that holds it, so whatever else was
+    `config` is the run's resolved one, and CONFIG is its file, so whatever else was
     set stays, and so does the effective batch. `has_checkpoint` says whether the new run can
     continue if this one was.
     """
@@ -153,7 +153,7 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
     depends_on_rows = is_micro_batch or phase == "evaluation"
     if depends_on_rows and config.model.max_seq_len > 1:
         return {"model.max_seq_len": config.model.max_seq_len // 2}
-    if config.tuning.mode == "lora":  # what is held whatever the rows are
+    if config.tuning.mode == "lora":  # bytes that do not depend on the rows
         unquantized = {"tuning.base_dtype": "auto"} if config.tuning.has_float8_base else {}
         return {"tuning.mode": "qlora", **unquantized}
     return {}

@@ -1,7 +1,7 @@
-"""Which GPU of one process holds which part of a model: model.device_map. Pure: no torch, no I/O.
+"""Which GPU of one process stores which part of a model: model.device_map. Pure: no torch, no I/O.
 
 A model is a row of blocks in the order in which they compute: what comes before the layers, the
-layers, what comes after them. A GPU holds blocks that follow one another, so that hidden states
+layers, what comes after them. A GPU stores consecutive blocks, so that hidden states
 cross from one GPU to the next once in a pass.
 """
 
@@ -13,14 +13,14 @@ from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.structure import Structure
 
-# The last words of modules that hold all layers: of most models, GPT-2, MPT, BLOOM, and so on
+# The last names of modules that contain all layers: of most models, GPT-2, MPT, BLOOM, and so on
 CONTAINERS = frozenset(
     ("", "model", "transformer", "decoder", "language_model", "backbone", "gpt_neox", "layers")
 ) | {"h", "blocks", "block"}
 
 
 def spread(sizes: Sequence[int], gpus: int) -> list[int]:
-    """Return the GPU of each block, so that the fullest GPU holds as few bytes as possible.
+    """Return the GPU of each block, so that the fullest GPU stores as few bytes as possible.
 
     >>> spread([4, 2, 2, 2, 2], 2)
     [0, 0, 1, 1, 1]
@@ -97,7 +97,7 @@ def counts(places: Sequence[int]) -> tuple[int, ...]:
 
 
 def parts_by_gpu(step: StepSpec, layout: Layout) -> list[tuple[StepSpec, Layout]]:
-    """Return what each GPU computes that holds layers, one part for GPUs that hold as much.
+    """Return what each GPU with layers computes, one part for GPUs that store as much.
 
     The first layers of the model are those that are checkpointed.
     """

@@ -31,11 +31,11 @@ BY_TOKENS = ("forward", "backward")  # phases that grow with the tokens; the opt
 
 @dataclass(frozen=True)
 class Point:
-    """The most that the allocator held, in bytes, in each phase of a step, over all ranks."""
+    """The most bytes that the allocator had in use, in each phase of a step, over all ranks."""
 
     tokens: int  # of a micro-batch on one rank
     checkpointed_layers: int
-    accumulates: bool  # gradients of an earlier micro-batch were held
+    accumulates: bool  # gradients of an earlier micro-batch were in memory
     phases: Mapping[str, int]  # forward, backward, and optimizer if it was stepped
 
     @property
@@ -83,7 +83,7 @@ class MeasuredFit:
         bytes(t, L) = closed(t, L) + (F - f(L0)) + (S / s(L0) - 1) (closed(t, L) - f(L)),
     which is what was measured at both points and follows the closed form elsewhere. The optimizer's
     phase is moved by what it differs. Phases that no probe runs are left as they are. All bytes
-    include the context, which a point does not hold, and CUDA graphs, which are recorded later.
+    include the context, which a point does not include, and CUDA graphs, which are recorded later.
     """
 
     step: StepSpec
@@ -215,7 +215,7 @@ def is_known_to_fit(step: StepSpec, layout: Layout, points: Sequence[Point], bud
 
 
 def fingerprint(**facts: Any) -> str:
-    """Return the SHA-256 of plain facts: points measured under equal ones hold."""
+    """Return the SHA-256 of plain facts: points measured under equal ones are valid."""
     text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -25,7 +25,7 @@ from sft_play.plan.model_shape import ModelShape
 SETTINGS = ("train.learning_rate", "train.epochs", "model.max_seq_len")
 BY_MEMORY = ("tuning.mode", "tuning.lora.experts")  # chosen by the plan if the default does not fit
 
-# (weights below which it holds, peak learning rate)
+# (number of weights up to which it is used, peak learning rate)
 # QLoRA (Dettmers et al. 2023, table 9): 2e-4 for 7B and 13B, 1e-4 for 33B and 65B. The best rate
 # hardly depends on the rank (Thinking Machines, "LoRA Without Regret", 2025).
 ADAPTER_RATES = ((30e9, 2e-4), (math.inf, 1e-4))
@@ -45,8 +45,8 @@ FEWEST_ROWS_SEEN = 3_200
 MOST_EPOCHS = 10
 
 KEPT_ROWS = 0.995
-KEPT_TOKENS = 0.99  # a few rows that are very long may hold a large part of the tokens
-HARDLY_LONGER = 1.25  # than what holds almost all rows: then no row is left out
+KEPT_TOKENS = 0.99  # a few rows that are very long may have a large part of the tokens
+HARDLY_LONGER = 1.25  # than the length that covers almost all rows: then no row is left out
 SHORTEST_LIMIT = 512  # packed rows share a sequence, so a shorter one saves nothing
 ASSUMED_LIMIT = 2048
 
@@ -155,7 +155,7 @@ def choose_max_seq_len(
     generated_tokens: int = 0,
     may_lose: float | None = None,
 ) -> Choice:
-    """Return the tokens that hold almost all rows, within the `positions` of the base.
+    """Return the length in tokens that covers almost all rows, within the `positions` of the base.
 
     An evaluation that generates `generated_tokens` needs room for them and for a prompt. If
     longer rows are dropped, `may_lose` is the share of trained tokens that may be lost with them.
@@ -245,7 +245,7 @@ def describe_weights(model: ModelShape) -> str:
 
 
 def _generated_tokens(config: Config) -> int:
-    """Return the tokens that the user wants generated; auto follows what max_seq_len holds."""
+    """Return the tokens that the user wants generated; auto follows from max_seq_len."""
     train = config.train
     if not train.predict_with_generate or train.generation_max_new_tokens == "auto":
         return 0
@@ -253,7 +253,7 @@ def _generated_tokens(config: Config) -> int:
 
 
 def _covering_tokens(lengths: tuple[int, ...]) -> int:
-    """Return the tokens that hold KEPT_ROWS of the rows and KEPT_TOKENS of their tokens."""
+    """Return the length that covers KEPT_ROWS of the rows and KEPT_TOKENS of their tokens."""
     by_rows = lengths[math.ceil(KEPT_ROWS * len(lengths)) - 1]
     wanted = KEPT_TOKENS * sum(lengths)
     by_tokens = next(

@@ -27,7 +27,7 @@ STRATEGIES = {
 }
 MEMORY_SOURCES = {
     "closed form": "by the closed form",
-    "traced": "by a trace of the model's own code",
+    "traced": "by a trace of the model's code",
     "guess": "a guess",
 }
 # Components that are not called what they are for

@@ -26,9 +26,9 @@ from sft_play.runs.folder import RunFolder, first_fault
 
 @dataclass(frozen=True)
 class DeepSpeedPlan:
-    """What DeepSpeed is given. Its batch is in sequences, so that its product holds when packed."""
+    """What DeepSpeed gets. Its batch counts sequences, so that the product is right when packed."""
 
-    settings: dict[str, Any]  # in DeepSpeed's own format, no number "auto"
+    settings: dict[str, Any]  # in DeepSpeed's format, no number "auto"
     source: str  # the JSON that they come from
     source_digest: str = ""  # SHA-256 of that file, shortened
 
@@ -100,7 +100,7 @@ class RunPlan:
 
     @property
     def is_expert_parallel(self) -> bool:
-        """Whether each rank holds a part of the experts."""
+        """Whether each rank stores a part of the experts."""
         return self.ranks.strategy == "ep"
 
     @property

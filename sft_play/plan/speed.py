@@ -23,7 +23,7 @@ def step_flops(
 
     `labelled` of the tokens have loss. `adapters` is the number of LoRA weights over a frozen base,
     None if every weight is trained. A weight costs a token 2 operations forward, 2 for the
-    gradient of its input and, if it is trained, 2 for its own: 6, and 4 for a frozen one (Kaplan
+    gradient of its input and, if trained, 2 for its weights: 6, and 4 for a frozen one (Kaplan
     et al. 2020, section 2.1). The head is computed if there is a label. Attention is 2 products
     forward (QK', PV) and 4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads
     and each pair of tokens, of which causality leaves T (T + 1) / 2 in a document.
@@ -79,7 +79,7 @@ def _pairs(length: int, window: int | None) -> float:
 
 
 # What a step costs relative to no recomputation in the large-batch limit. 8B on an H200: all layers
-# checkpointed take 1.46 times as long; a micro-batch costs 140 tokens on top of its own under lora,
+# checkpointed take 1.46 times as long; a micro-batch costs 140 tokens more than it has under lora,
 # and qlora dequantizes every weight for each.
 RECOMPUTED = 0.46
 OVERHEAD_TOKENS = 300
@@ -113,7 +113,7 @@ FLOAT8_PRODUCTS = 10.1 / 5.2
 FLOAT8_PASSES = 10
 TRANSPOSED_BYTES = 2
 # The host sets the pace of small models. 1B lora unfused took it 0.14 ms a module and pass. Fused,
-# only the block's own modules are called; that they take as long is assumed. Under ZeRO-3 it also
+# only the block's modules are called; that they take as long is assumed. Under ZeRO-3 it also
 # works through the hooks of every module and each gradient.
 MODULE_SECONDS = 0.14e-3
 HOOK_SECONDS = 0.43e-3
@@ -216,7 +216,7 @@ def _flops(step: StepSpec, work: StepWork, labelled: float) -> float:
 
 
 def overhead_tokens(step: StepSpec, row_tokens: float, card: Card | None) -> float:
-    """Return what each micro-batch costs on top of its own tokens, in tokens.
+    """Return what each micro-batch costs on top of its tokens, in tokens.
 
     All experts are read, however few a token meets, and those in 4 bits unpacked.
     """
@@ -258,7 +258,7 @@ def _gpu_seconds(step: StepSpec, work: StepWork, card: Card) -> float:
 
 
 def _compute_seconds(step: StepSpec, layout: Layout, work: StepWork, card: Card) -> float:
-    """Return the seconds of forward and backward passes of one GPU alone."""
+    """Return the seconds of forward and backward passes of a single GPU."""
     seconds = _gpu_seconds(step, work, card)
     # a forward pass is 2 of the 6 operations of a trained weight, and 2 of the 4 of a frozen one
     recomputed = RECOMPUTED * (4 / 6 if step.is_full else 1)

@@ -27,7 +27,7 @@ class Layout:
     >>> step = Layout(batch_size=4, grad_accum=8, world_size=1, max_seq_len=2048)
     >>> step.rows_per_step, step.micro_batches, step.sequences
     (32, 8, 4)
-    >>> packed = step.packed(fullest_step=9)  # 2 micro-batches of 4 hold 8 sequences, 3 of 3 hold 9
+    >>> packed = step.packed(fullest_step=9)  # 2 micro-batches of 4 are 8 sequences, 3 of 3 are 9
     >>> packed.rows_per_step, packed.micro_batches, packed.sequences
     (32, 3, 3)
     """
@@ -59,7 +59,7 @@ class Layout:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank and step: packed, as few as hold the fullest step."""
+        """Micro-batches of a rank and step: if packed, the fewest that fit the fullest step."""
         if self.fullest_step is None:
             return self.grad_accum
         return -(-self.fullest_step // (self.batch_size * self.replicas))
@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of earlier micro-batches are held while the next one is computed."""
+        """Whether gradients of earlier micro-batches stay while the next one is computed."""
         return self.micro_batches > 1
 
     def packed(self, fullest_step: int) -> "Layout":
@@ -279,7 +279,7 @@ class StepSpec:
         return replace(self, model=replace(self.model, structure=structure))
 
     def without_experts(self) -> "StepSpec":
-        """Return the step with those adapters alone that every rank has whole."""
+        """Return the step with only those adapters of which every rank has all."""
         if self.expert_ranks == 1 or self.adapters.experts == "shared":
             return self
         return replace(self, adapters=replace(self.adapters, experts="none"))

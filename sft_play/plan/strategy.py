@@ -48,7 +48,7 @@ class AskedStrategy:
     name: str  # of train.strategy
     described: str  # with its value and where it was written
     uses_deepspeed: bool
-    deepspeed_path: Path | None  # the user's own JSON
+    deepspeed_path: Path | None  # the user's JSON
 
     @property
     def is_shared(self) -> bool:
@@ -152,7 +152,7 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
         )
     if config.tuning.towers == "full":
         return (
-            "tuning.towers=full: FSDP leaves towers whole, and trains what it divides; set "
+            "tuning.towers=full: FSDP does not shard encoders, and trains what it shards; set "
             "TRAIN_STRATEGY=ddp, or TUNING_TOWERS=frozen"
         )
     if config.tuning.mode == "full":
@@ -164,13 +164,13 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
         if config.train.optim not in DIVISIBLE_OPTIMIZERS:
             other = "ddp" if config.train.optim in MATRIX_OPTIMIZERS else "zero2"
             return (
-                f"train.optim={config.train.optim} steps whole weights, which FSDP divides in "
+                f"train.optim={config.train.optim} steps complete weights, which FSDP shards in "
                 f"tuning.mode=full; set TRAIN_OPTIM=adamw_torch_fused, or TRAIN_STRATEGY={other}"
             )
         return None
     for name in unsharded(config):
         return (
-            f"{name}: PEFT reads whole weights for it, which FSDP divides; set "
+            f"{name}: PEFT reads complete weights for it, which FSDP shards; set "
             "TRAIN_STRATEGY=ddp or zero2, or delete the setting"
         )
     return None
@@ -194,7 +194,7 @@ def why_not_ep(config: Config, is_float16: bool = False) -> str | None:
         return "tuning.mode=full trains the experts themselves; set TRAIN_STRATEGY=fsdp"
     if config.tuning.has_float8_base:
         return (
-            "tuning.base_dtype=float8 is read whole; set TUNING_BASE_DTYPE=auto, or "
+            "tuning.base_dtype=float8 is read completely; set TUNING_BASE_DTYPE=auto, or "
             "TRAIN_STRATEGY=fsdp"
         )
     if is_float16 or train.fp16 is True:
@@ -290,7 +290,7 @@ def _refuse_map(loaded: LoadedConfig, asked: AskedStrategy, ranks: Ranks) -> Non
         raise ConfigError(
             f"{described}: it places the modules of one process, and this run has "
             f"{ranks.world_size}; use make train without NUM_GPUS, or set MODEL_DEVICE_MAP=auto "
-            "for a whole copy in each process"
+            "for a full copy in each process"
         )
 
 

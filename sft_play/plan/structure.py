@@ -92,7 +92,7 @@ class Structure:
         return replace(self, parameters=parameters, active_parameters=active)
 
     def with_experts_of_rank(self, ranks: int) -> "Structure":
-        """Return the counts of what one of `ranks` holds that share the experts equally."""
+        """Return the counts of one of `ranks` that share the experts equally."""
         matrices = []
         for kind in self.matrices:
             experts = kind.experts // ranks if kind.is_stacked else kind.experts
@@ -136,7 +136,7 @@ class Structure:
 
     @property
     def kv_features(self) -> int:
-        """Features of a token's keys in all layers: half of what a cache holds."""
+        """Features of a token's keys in all layers: half of a cache."""
         return sum(kind.count * kind.kv_features for kind in self.layers)
 
     def describe(self) -> str:

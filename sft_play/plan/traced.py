@@ -24,7 +24,7 @@ SIZES = (TracedSize(1, 2048), TracedSize(1, 4096), TracedSize(1, 8192))
 class Growth:
     """Bytes of a micro-batch: fixed + R (by_token T + by_pair T^2).
 
-    Attention without a fused kernel holds its scores or its mask, and so bytes for pairs of tokens.
+    Attention without a fused kernel stores its scores or its mask: bytes for pairs of tokens.
     """
 
     fixed: float
@@ -82,7 +82,7 @@ class LayersGrowth:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A traced model: the growth of what its step holds beyond what is held between steps."""
+    """A traced model: how the bytes of its step grow beyond those between steps."""
 
     plain: LayersGrowth
     checkpointed: LayersGrowth
@@ -131,6 +131,6 @@ class TracedStep:
         return max(moments)
 
     def backward_end(self, rows: int, tokens: int) -> float:
-        """Return what the backward pass holds in its last layer: that layer, computed again."""
+        """Return the bytes of the backward pass in its last layer: that layer, computed again."""
         checkpointed = self.checkpointed
         return checkpointed.backward.at(rows, tokens) - checkpointed.kept.at(rows, tokens)

@@ -118,7 +118,7 @@ def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list
         reach = f"the {positions} tokens that {rope.rope_type} with factor {rope.factor:g} reaches"
     return [
         f"{loaded.described('model.max_seq_len')} is more than {reach}: what the model knows of "
-        "positions does not reach further, and tokens behind them train badly; stretch its rope "
+        "positions does not reach further, and tokens after them train badly; stretch its rope "
         f"with MODEL_ROPE_SCALING_ROPE_TYPE={rope.rope_type or 'yarn'} "
         f"MODEL_ROPE_SCALING_FACTOR={factor}, or set MODEL_MAX_SEQ_LEN={positions}"
     ]
@@ -144,7 +144,7 @@ def _map_warnings(loaded: LoadedConfig, ranks: Ranks, layers_by_gpu: tuple[int, 
         return []
     described = loaded.described(MAP_NAME)
     if ranks.world_size > 1:
-        holding = "each rank holds a whole copy"
+        holding = "each rank has a full copy"
         if ranks.strategy == "fsdp":  # if a copy does not fit
             holding = "they divide its weights among them"
         return [
@@ -153,7 +153,7 @@ def _map_warnings(loaded: LoadedConfig, ranks: Ranks, layers_by_gpu: tuple[int, 
         ]
     if ranks.gpus_per_process == 1:
         device = "the CPU" if ranks.device == "cpu" else "one GPU"
-        return [f"{described}: {device} holds the whole model; MODEL_DEVICE_MAP=null says so"]
+        return [f"{described}: {device} has room for the full model; set MODEL_DEVICE_MAP=null"]
     split = " + ".join(map(str, layers_by_gpu))
     return [
         f"{described}: one process places the model on {ranks.gpus_per_process} GPUs ({split} "

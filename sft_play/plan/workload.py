@@ -231,7 +231,7 @@ def _unmeasured(step: StepSpec) -> str | None:
     if model.structure.experts and (step.is_full or not step.is_fast):
         return "no such run of a model with experts was measured"
     if model.structure.recurrent_layers:
-        return "of models with recurrent layers one alone was measured"
+        return "only one model with recurrent layers was measured"
     return None if step.is_fast else "no run of such a model without fused kernels was measured"
 
 

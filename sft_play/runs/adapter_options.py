@@ -1,7 +1,7 @@
 """Which options of PEFT's LoraConfig an adapter from elsewhere may have. Loads no torch.
 
 PEFT loads the adapter for eval, infer and chat, so its options mean what they mean in PEFT.
-Training adds adapters by the run's own settings, so it accepts the options that a setting
+Training adds adapters by the run's settings, so it accepts the options that a setting
 describes. docs/models.md has this table.
 """
 

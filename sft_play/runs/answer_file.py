@@ -18,14 +18,14 @@ from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.files import Json, json_line, read_json, write_json, write_text
 
 LOCK = "lock"  # in the folder of parts
-NUMBER = "number"  # of a prompt in its file, from 0: in parts alone
+NUMBER = "number"  # of a prompt in its file, from 0: only in parts
 
 PLACE = "SFT_PLAY_PLACE"  # of a process: "1/4:29500"
 
 
 @dataclass(frozen=True)
 class AnswerFile:
-    """The file of answers that a call is to write, whole or not at all."""
+    """The file of answers that a call is to write, completely or not at all."""
 
     path: Path
 
@@ -42,7 +42,7 @@ class AnswerFile:
     def begin(self, asked: Mapping[str, Any]) -> None:
         """Note what is asked, or continue if the same was asked before.
 
-        Raises: ConfigError if the file holds answers to something else.
+        Raises: ConfigError if the file contains answers to something else.
         """
         if self.asked.is_file():
             before = read_json(self.asked)
@@ -103,7 +103,7 @@ class AnswerFile:
             return sum(json.loads(line)["answer"] is None for line in file)
 
     def _lines(self) -> Iterator[Json]:
-        """Yield the whole lines of all parts; one that broke off is left out."""
+        """Yield the complete lines of all parts; one that broke off is left out."""
         for path in sorted(self.parts.glob("*.jsonl")):
             with path.open("rb") as file:
                 for line in file:

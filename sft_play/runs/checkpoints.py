@@ -1,7 +1,7 @@
-"""The checkpoints of a run: published whole, found newest first, rotated by step. Loads no torch.
+"""Checkpoints of a run: published complete, found newest first, rotated by step. Loads no torch.
 
 A checkpoint is written into STAGING, sealed there (runs.seal) and renamed to checkpoint-N, so what
-has that name was whole when it got it. Age is the step in the name: clocks go back.
+has that name was complete when it got it. Age is the step in the name: clocks go back.
 """
 
 import errno
@@ -110,13 +110,13 @@ def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
             return checkpoint
         say(f"{checkpoint}: {damage}; {_set_aside(checkpoint)}, and the next older one is taken")
     raise CheckpointError(
-        f"train.resume_from={path}: holds no complete checkpoint (checkpoint-N/{seal.NAME}); "
+        f"train.resume_from={path}: has no complete checkpoint (checkpoint-N/{seal.NAME}); "
         "choose another run or start again"
     )
 
 
 def _checked(checkpoint: Path, say: Say, reads_all: bool) -> Path:
-    """Return a checkpoint that was named. Raises CheckpointError if it is not whole, OSError."""
+    """Return a checkpoint that was named. Raises CheckpointError if it is not complete, OSError."""
     damage = _damage(checkpoint, reads_all)
     if damage is None:
         return checkpoint
@@ -129,7 +129,7 @@ def _checked(checkpoint: Path, say: Say, reads_all: bool) -> Path:
 def _damage(checkpoint: Path, reads_all: bool) -> str | None:
     """Return what is damaged, None if nothing is.
 
-    Raises: OSError if it may be whole, and only cannot be read here or now.
+    Raises: OSError if it may be complete, and only cannot be read here or now.
     """
     try:
         return seal.find_difference(checkpoint, reads_all)

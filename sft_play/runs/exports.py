@@ -61,7 +61,7 @@ class SavedStops:
 class ParityRow:
     """A prompt, and the greedy answer of the evaluated model."""
 
-    prompt: str  # the whole text, with its special tokens
+    prompt: str  # the complete text, with its special tokens
     prompt_ids: list[int]
     answer: str  # without special tokens
     answer_ids: list[int]  # at most MOST_TOKENS; the last one is a stop if it has ended

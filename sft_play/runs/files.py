@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all. Imports nothing of the project."""
+"""Files that are written completely or not at all. Imports nothing of the project."""
 
 import contextlib
 import errno
@@ -109,7 +109,7 @@ def share(folder: Path) -> None:
 
 
 def as_text(value: Any) -> str:
-    """Return data, which may hold dataclasses, as JSON: sorted keys, indented, UTF-8, no NaN."""
+    """Return data, which may contain dataclasses, as JSON: sorted keys, indented, UTF-8, no NaN."""
     form = {"indent": 2, "sort_keys": True, "ensure_ascii": False, "allow_nan": False}
     return json.dumps(value, default=asdict, **form) + "\n"
 

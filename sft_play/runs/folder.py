@@ -143,7 +143,7 @@ class RunFolder:
 
     def lacks_weights(self, names: Sequence[str] = WEIGHTS) -> str | None:
         """Return why the run has none of these folders of weights, None if it has one."""
-        for name in names:  # stamped last: with its stamp a folder is whole
+        for name in names:  # stamped last: with its stamp a folder is complete
             if (self.path / name / "stamp.json").is_file():
                 return None
         report = self.read_report()
@@ -289,7 +289,7 @@ def _some_runs(output_dir: Path) -> list[RunFolder]:
     """Return all runs, oldest first. Raises: EnvironmentFault if there is none."""
     found = listing(output_dir)
     if not found:
-        raise EnvironmentFault(f"{output_dir} holds no run yet; `make train` makes one")
+        raise EnvironmentFault(f"{output_dir} has no run yet; `make train` makes one")
     return found
 
 

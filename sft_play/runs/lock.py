@@ -37,7 +37,7 @@ _held: dict[int, Path] = {}  # run folders whose locks this process has, by desc
 
 
 def take(folder: Path, say: Callable[[str], None], has_ended: bool = False) -> None:
-    """Make a run folder this process's own until it ends, also if its former holder is gone.
+    """Make a run folder this process's own until it ends, also if its former owner is gone.
 
     Of a run that has ended as it should (`has_ended`) no former holder is named.
     Raises: EnvironmentFault if another process has it.

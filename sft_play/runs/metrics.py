@@ -39,7 +39,7 @@ class MetricsLine:
     """What a run said at one moment."""
 
     step: int
-    steps: int  # of the whole run
+    steps: int  # of the complete run
     time: float | None = None  # seconds since the epoch; None for a step of the run resumed from
     values: dict[str, float | int] = field(default_factory=dict)  # by the names of the log
     gpus: tuple[GpuSample, ...] = ()
@@ -70,16 +70,16 @@ def forget_after(path: Path, step: int) -> None:
 
 
 class NewLines(NamedTuple):
-    """What a file holds beyond an offset."""
+    """The part of a file after an offset."""
 
     lines: list[MetricsLine]
     offset: int  # where to read on
 
 
 def read(path: Path, offset: int = 0) -> NewLines:
-    """Return the whole lines from `offset` on; none if there is no file yet.
+    """Return the complete lines from `offset` on; none if there is no file yet.
 
-    The last line may be half written: it is read once it is whole.
+    The last line may be half written: it is read once it is complete.
     """
     if not path.is_file():  # reading a pipe would wait
         return NewLines([], offset)

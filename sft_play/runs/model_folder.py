@@ -50,7 +50,7 @@ class ModelFolder(RunFolder):
     """
 
     output_dir: Path
-    base: str | None  # of an adapter, as its adapter_config.json names it; None of a whole model
+    base: str | None  # of an adapter, as its adapter_config.json names it; None of a full model
     revision: str | None = None  # of that base
 
     @property
@@ -114,12 +114,12 @@ def find_model(named: str, output_dir: Path, base: str | None = None) -> ModelFo
         return ModelFolder(path, output_dir, None)
     if any(path.glob("*.gguf")):
         raise EnvironmentFault(
-            f"RUN={named}: holds gguf files, which llama.cpp runs; make export FORMAT=gguf has "
+            f"RUN={named}: contains gguf files, which llama.cpp runs; make export FORMAT=gguf has "
             "scored them, and FORMAT=safetensors writes what can be scored here"
         )
     raise EnvironmentFault(
         f"RUN={named}: neither a run (plan.json), a model (config.json) nor an adapter "
-        f"({ADAPTER_CONFIG}); name the folder that holds one of these, or a run that `make runs` "
+        f"({ADAPTER_CONFIG}); name a folder that contains one of these, or a run that `make runs` "
         "lists"
     )
 
@@ -133,7 +133,7 @@ def _refuse_incomplete(model: Path) -> None:
             "is loaded; save them as safetensors, as save_pretrained of transformers does"
         )
     if not any(model.glob("*.safetensors")):
-        raise EnvironmentFault(f"RUN={model}: has no weights (*.safetensors); copy the whole model")
+        raise EnvironmentFault(f"RUN={model}: has no weights (*.safetensors); copy all its files")
     if not any((model / name).is_file() for name in TOKENIZER_FILES):
         raise EnvironmentFault(
             f"RUN={model}: has no tokenizer; copy tokenizer.json and tokenizer_config.json of the "
@@ -215,7 +215,7 @@ def read_object(path: Path) -> Json:
         ) from None
     if not isinstance(found, dict):
         raise EnvironmentFault(
-            f"{path}: holds {type(found).__name__} rather than an object; get the model again"
+            f"{path}: contains {type(found).__name__} rather than an object; get the model again"
         )
     return found
 

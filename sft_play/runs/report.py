@@ -53,7 +53,7 @@ class RankMemory:
     name: str  # of the GPU
     total_bytes: int  # of the GPU; on a CPU of the host
     before_bytes: int  # peak before training, once the weights were loaded
-    peak_bytes: int  # so far; once the run has ended, of the whole run
+    peak_bytes: int  # so far; once the run has ended, of all of it
 
     @property
     def training_bytes(self) -> int:
@@ -138,7 +138,7 @@ class ComponentBytes:
 
 @dataclass(frozen=True)
 class OutOfMemoryReport:
-    """Where a run ran out of memory, what held it, and the command that fits."""
+    """Where a run ran out of memory, what used it, and the command that fits."""
 
     rank: int
     device: str
@@ -158,7 +158,7 @@ class ExpertsReport:
     experts: int  # of all these layers
     never_reached: dict[str, list[int]]  # experts that no trained token was sent to, by module
     largest_share: float | None  # of a layer's tokens that one expert got; even is 1 / experts
-    untrained: dict[str, list[int]]  # adapters whose B is still zero; [] is a whole adapter
+    untrained: dict[str, list[int]]  # adapters whose B is still zero; [] is a complete adapter
 
     @property
     def reached(self) -> int:
@@ -211,7 +211,7 @@ class RunReport:
     experts: ExpertsReport | None = None  # None without experts, and while the run continues
     probe: Json | None = None  # None without train.probe
     out_of_memory: OutOfMemoryReport | None = None
-    is_gone: bool = False  # not in the file: nobody holds the run's lock, nor gives a sign of life
+    is_gone: bool = False  # not in the file: no process has the run's lock or is alive
 
     def to_json(self) -> Json:
         """Return the content of run.json."""

@@ -223,7 +223,7 @@ def check_resumable(
 
     Trainer would silently start a new one. `saved` is the checkpoint's stamp. DeepSpeed saves a
     shard of the optimizer for each rank, so the world size must be the same. FSDP divides the
-    optimizer of a full run, whose parts fit any world size; that of adapters is whole. Still,
+    optimizer of a full run, whose parts fit any world size; that of adapters is complete. Still,
     another world size is taken only if the user says so (`is_elastic`).
     """
     is_full = saved.get("mode") == "full"

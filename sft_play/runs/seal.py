@@ -4,7 +4,7 @@ A file of more than PART_BYTES has one SHA-256 for each part of that size, which
 at once: SHA-256 of one stream is slower than many a disk. `sha256sum FILE` gives the same digests,
 and `split -b 64M --filter=sha256sum FILE` those of parts.
 
-The manifest has a digest of its own list, and its text is compared with the one that this list
+The manifest has a digest of its list, and its text is compared with the one that this list
 has, so a changed bit of it is found, too.
 """
 
@@ -43,7 +43,7 @@ class Entry(NamedTuple):
 
     size: int
     digests: tuple[str, ...]
-    part_bytes: int | None  # None: the one digest is that of the whole file
+    part_bytes: int | None  # None: the one digest is that of the complete file
 
     def parts(self, path: Path) -> list[Part]:
         """Return what each digest covers of the file."""
@@ -196,7 +196,7 @@ def _first_difference(
 
 
 def _place(part: Part, entry: Entry) -> str:
-    """Return where in its file a part is, in words; nothing if it is the whole file."""
+    """Return where in its file a part is, in words; nothing if it is the complete file."""
     if entry.part_bytes is None:
         return ""
     end = "its end" if part.end == entry.size else f"{part.end / MIB:.9g} MiB"

@@ -59,7 +59,7 @@ def versions() -> dict[str, str]:
 
 
 def wanted(config: Config) -> Stamp:
-    """Return the part of a stamp that follows from the config and the base model's files alone."""
+    """Return the part of a stamp that follows only from the config and the base model's files."""
     tuning = config.tuning
     quantisation = "none"
     if tuning.mode == "qlora":
@@ -90,7 +90,7 @@ def wanted(config: Config) -> Stamp:
 
 
 def write(folder: Path, stamp: Stamp) -> None:
-    """Stamp a folder of weights, last: its presence says that the files before it are whole."""
+    """Stamp a folder of weights, last: its presence says that the files before it are complete."""
     write_json(folder / NAME, stamp)
 
 

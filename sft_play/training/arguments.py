@@ -29,7 +29,7 @@ OPTIMIZERS = {"adamw_8bit": "adamw_bnb_8bit", "lion": "lion_32bit", "muon": "ada
 
 
 class ReportedArguments(TrainingArguments):
-    """Arguments that trackers show together with the run's own settings."""
+    """Arguments that trackers show together with the run's settings."""
 
     settings: ClassVar[dict[str, Any]] = {}
 

@@ -202,7 +202,7 @@ def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:
     if train.load_best_model_at_end and trains_divided(model):
         raise ConfigError(
             "train.load_best_model_at_end=true: FSDP divides the trained weights, which are read "
-            "at the start alone; set it to false: the best checkpoint is kept, too"
+            "only at the start; set it to false: the best checkpoint is kept anyway"
         )
 
 

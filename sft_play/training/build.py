@@ -179,7 +179,7 @@ def build_evaluator(
     """Return the evaluator of a split of `data`, whose rows are shared among the ranks.
 
     Answers end where those of the saved model will: where the answers of the training rows end, and
-    where the base's own generation does.
+    at the stop tokens of the base's generation config.
     """
     plan = context.plan
     is_divided = plan.zero_stage == 3 or plan.is_fsdp or plan.is_expert_parallel

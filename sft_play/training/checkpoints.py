@@ -113,7 +113,7 @@ def published(
     """Yield the staging folder of `target`, which is stamped, sealed and published afterwards.
 
     With `keeps_refused` what a check inside refuses stays, under the name `<target>.refused`.
-    On machines that do not share the main rank's disk, the first rank publishes its own part.
+    On machines that do not share the main rank's disk, the first rank publishes its part.
     """
     staged = target.parent / STAGING / target.name
     mark = staged / f".{secrets.token_hex(8)}"
@@ -218,7 +218,7 @@ def loading_plain(checkpoint: Path) -> Iterator[None]:
 
 
 def write_optimizer(engine: Engine, folder: Path) -> None:
-    """Write the state of optimizer, schedule and loss scaler. DeepSpeed writes all its own."""
+    """Write the state of optimizer, schedule and loss scaler. DeepSpeed writes its state itself."""
     is_main = engine.process.is_main
     if engine.trains_divided:
         dcp.save(_divided_optimizer(engine), checkpoint_id=folder / DIVIDED_OPTIMIZER)

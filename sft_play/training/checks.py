@@ -2,7 +2,7 @@
 
 The engine: libraries fall back to another wrapper without a message. Causality: an encoder, or a
 model that reads its prompt in both directions, would learn to copy what it is to predict.
-Ranks: gradients are summed over them, weights are not, so what one rank alone does to its weights
+Ranks: gradients are summed over them, weights are not, so what a single rank does to its weights
 stays. That packed documents are kept apart is checked in `isolation`.
 
 Legend: T tokens of a text, V vocabulary.
@@ -30,12 +30,12 @@ WRAPPERS_OF_STRATEGY = {
     "single": (None,),
     "ddp": ("DistributedDataParallel",),
     "fsdp": (None, "DistributedDataParallel"),  # that of adapters, over divided weights
-    "ep": (None, "DistributedDataParallel"),  # without one if experts alone are trained
+    "ep": (None, "DistributedDataParallel"),  # without one if only experts are trained
     "deepspeed": ("DeepSpeedEngine",),
 }
 WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine", "DataParallel")
 TEXT_TOKENS = 24
-# Of the change of the last token's own logits. Earlier ones are the same sums of the same numbers:
+# Of the change of the last token's logits. Earlier ones are the same sums of the same numbers:
 # 55 of 56 model types give the same bits. BERT with random weights moves them by 2e-3.
 MAX_MOVED = 1e-4
 MAX_MOVED_COARSE = 0.05  # experts multiply the tokens that are sent to them together, in 16 bits
@@ -69,7 +69,7 @@ def check_finite(model: nn.Module, step: int) -> None:
     for name, parameter in _trained(model).items():
         if not torch.isfinite(own_part(getattr(parameter, "ds_tensor", parameter))).all():
             raise DivergedError(
-                f"{name} holds NaN or infinity at step {step}: the run has diverged; try a lower "
+                f"{name} has NaN or infinity at step {step}: the run has diverged; try a lower "
                 "TRAIN_LEARNING_RATE"
             )
 
@@ -81,7 +81,7 @@ def check_finite_optimizer(optimizer: Any, step: int) -> None:
             is_number = torch.is_tensor(value) and value.is_floating_point()
             if is_number and not torch.isfinite(own_part(value)).all():
                 raise DivergedError(
-                    f"the optimizer's {name} holds NaN or infinity at step {step}: the run has "
+                    f"the optimizer's {name} has NaN or infinity at step {step}: the run has "
                     "diverged; try a lower TRAIN_LEARNING_RATE"
                 )
 
@@ -137,7 +137,7 @@ def rounds_coarsely(model: nn.Module) -> bool:
 
 
 def has_equal_copies(model: nn.Module, process: Process) -> bool:
-    """Return whether every rank holds all trained weights, rounded alike. Every rank must call it.
+    """Return whether every rank has all trained weights, rounded alike. Every rank must call it.
 
     ZeRO-3 and FSDP give each rank a part, and GPUs of two kinds add in another order.
     """

@@ -1,7 +1,7 @@
 """What DeepSpeed is given and what it compiles, said before weights load.
 
 Offloaded optimizers step on the CPU, by code that is compiled at its first use on a machine: for
-minutes, in which nothing would be printed. torch keeps it in its cache of extensions behind a lock
+minutes, in which nothing would be printed. torch keeps it in its cache of extensions with a lock
 file. A process that was killed while it compiled leaves the file, and everyone would wait for it
 without a word.
 """

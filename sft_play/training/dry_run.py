@@ -1,4 +1,4 @@
-"""Dry runs: steps of a run's own loop that measure memory and change nothing.
+"""Dry runs: steps of a run's loop that measure memory and change nothing.
 
 A dry step differs from a real one in two things: its rows are random tokens of the full length, and
 its gradients are zeroed before the optimizer step.
@@ -246,7 +246,7 @@ def _modules_kept(model: nn.Module) -> Iterator[None]:
 def _drop_reduced_gradients(optimizer: Any) -> None:
     """Drop the reduced gradients that DeepSpeed's optimizer keeps for the next micro-batch.
 
-    DeepSpeed's own step does the same when gradients overflow.
+    DeepSpeed's step does the same when gradients overflow.
     """
     optimizer.zero_grad()
     # ZeRO stages 1 and 2; at stage 3 the next gradient overwrites the last one

@@ -239,10 +239,10 @@ def keep_embedding_moments_exact(model: nn.Module) -> None:
 
 
 def raise_learning_rate_of_b(optimizer: Optimizer, model: nn.Module, ratio: float) -> None:
-    """Move the parameters of B to groups of their own, with `ratio` times the learning rate.
+    """Move the parameters of B to other groups, with `ratio` times the learning rate.
 
     LoRA+ (Hayou et al., arXiv 2402.12354), for the optimizer of train.optim. Modules that are
-    trained as a whole keep their rate. Call it before the first step and before a schedule is made.
+    trained completely keep their rate. Call it before the first step and before a schedule is made.
     The first group keeps its rate, which is the one that is logged.
     """
     faster_ids: set[int] = set()
@@ -254,7 +254,7 @@ def raise_learning_rate_of_b(optimizer: Optimizer, model: nn.Module, ratio: floa
 
 
 def set_group_rate(optimizer: Optimizer, chosen: set[int], factor: float) -> None:
-    """Move parameters, by their `id`, to groups of their own, with `factor` times the rate."""
+    """Move parameters, by their `id`, to other groups, with `factor` times the rate."""
     for group in list(optimizer.param_groups):
         own = [parameter for parameter in group["params"] if id(parameter) in chosen]
         if not own:

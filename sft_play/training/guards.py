@@ -186,7 +186,7 @@ def _listed(names: Sequence[str]) -> str:
 class GradientWatch:
     """Waits for the first gradient of each tensor that is trained, for WATCHED_STEPS steps at most.
 
-    It reads the GPU only in steps before the last tensor has had one: usually the first step alone.
+    It reads the GPU only in steps before the last tensor has had one: usually the first step.
     """
 
     def __init__(self, process: Process, policy: str = "stop"):
@@ -246,7 +246,7 @@ class Movement:
         self._had_moved = has_moved
 
     def sample(self) -> list[torch.Tensor]:
-        """Return the first numbers of what this rank holds of each trained tensor."""
+        """Return the first numbers of this rank's part of each trained tensor."""
         trained = filter(lambda parameter: parameter.requires_grad, self.model.parameters())
         held = (own_part(getattr(tensor, "ds_tensor", tensor)).detach() for tensor in trained)
         return [tensor.flatten()[:COMPARED_NUMBERS].clone() for tensor in held]

@@ -178,7 +178,7 @@ def measure_cross_document(
 def _ends_of_long_row(
     model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the last logits (LENGTHS[1], V) of a long row's second document, packed and alone.
+    """Return the last logits (LENGTHS[1], V) of a long row's second document, packed and by itself.
 
     Empty if rows are short, and if the model's class cannot leave out the other logits.
     """

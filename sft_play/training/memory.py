@@ -29,10 +29,10 @@ class _Mark(NamedTuple):
 
 
 class StepTimes:
-    """Adds up the seconds between marks in the GPU's own queue, or on the clock of a CPU.
+    """Adds up the seconds between marks in the GPU's queue, or on the clock of a CPU.
 
     A part is one of the phases of MemoryMeter, which marks them: `backward` includes the
-    collectives and the clipping of gradients, `optimizer` the step of torch's optimizer alone.
+    collectives and the clipping of gradients, `optimizer` only the step of torch's optimizer.
     """
 
     def __init__(self, device: torch.device):
@@ -159,7 +159,7 @@ class MemoryMeter:
         return psutil.Process().memory_info().rss
 
     def allocatable_bytes(self) -> int:
-        """Return what this process can allocate in all: what it holds now plus what is free."""
+        """Return what this process can allocate in all: what it uses now plus what is free."""
         if not self._is_gpu:
             return self.peak_bytes() + host_memory().available_bytes
         found = []
@@ -221,7 +221,7 @@ class MemoryMeter:
         return list(itertools.chain.from_iterable(self.process.gather(own)))
 
     def gib_now(self) -> dict[str, float]:
-        """Return what this rank holds now, and the most that it allocated in a step so far."""
+        """Return what this rank uses now, and the most that it allocated in a step so far."""
         if not self._is_gpu:
             return {"rss_gib": self.peak_bytes() / GIB}
         devices = self.process.devices
@@ -267,7 +267,7 @@ class MemoryMeter:
 def components(model: nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
     """Return the current bytes on `device` of weights, adapters, gradients and optimizer.
 
-    Each storage counts once and as a whole; the constants of quantized weights are included.
+    Each storage counts once, with all its bytes; the constants of quantized weights are included.
     `optimizer` may be wrapped, or None.
     """
     optimizers = [] if optimizer is None else list(_unwrapped(optimizer))

@@ -79,7 +79,7 @@ def lines_before_training(ranks: Sequence[RankMemory]) -> list[str]:
 
 
 def lines_after_training(report: RunReport) -> list[str]:
-    """Return the peaks of each GPU, alone and for training, and the time that training took.
+    """Return the peaks of each GPU, in total and for training, and the time that training took.
 
     One process on a CPU has none: the line `done` of a run has its peak and its time.
     """

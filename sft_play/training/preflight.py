@@ -49,7 +49,7 @@ PLACES = ("train.output_dir", "train.run_name", "train.resume_from", "data.cache
 DATA_PLACES = ("data.train_path", "data.val_path", "data.test_path", "data.image_folder")
 ROOM = 0.97  # of the planned peak: an estimate is no reason to give up for little
 FIRST_SECONDS = 180.0  # for ranks that have met; some are slow to read the base model's files
-JOIN_SECONDS = 15.0  # beyond the timeout of the group, whose own error says more
+JOIN_SECONDS = 15.0  # beyond the timeout of the group, whose error says more
 PREFETCHED = 2  # batches of a worker, torch's default
 BYTES_PER_TOKEN = 40  # ids, labels, positions and masks
 SUMMED_BYTES = 64 << 20  # enough that a ring is limited by its links
@@ -61,7 +61,7 @@ SAME_VERSIONS = "install the same on all machines (make install), of the same co
 SAME_FILES = "all machines need the same files; copy them, or read them from a shared disk"
 SAME_SETTINGS = (
     "start all machines with the same command and config; numbers that are auto follow from "
-    "each machine's own GPUs, so set them if GPUs differ"
+    "each machine's GPUs, so set them if GPUs differ"
 )
 # How the names of what must agree start: a cause comes before what follows from it
 DIFFERENCES: tuple[tuple[str | tuple[str, ...], type[SftPlayError], str], ...] = (
@@ -222,7 +222,7 @@ def refuse_differences(ranks: Sequence[RankFacts], values: Sequence[Mapping[str,
 
 
 def refuse_little_memory(ranks: Sequence[RankFacts], context: RunContext) -> None:
-    """Raise EnvironmentFault for a GPU that cannot hold the planned step any more."""
+    """Raise EnvironmentFault for a GPU that has no room for the planned step any more."""
     plan = context.plan
     chooses_again = context.config.train.probe and not plan.is_batch_explicit
     if not plan.fits or chooses_again:
@@ -311,7 +311,7 @@ def _word(value: Any) -> str:
 def limited(process: Process, give_up: Callable[[str], None], is_joining: bool) -> Iterator[None]:
     """Call `give_up(cause)` in a thread if what the ranks do inside does not end in time.
 
-    While they join, the group's own timeout counts, which gloo does not keep if addresses are
+    While they join, the group's timeout counts, which gloo does not keep if addresses are
     wrong; machines may start minutes apart. Then they are all there.
     """
     seconds = process.timeout.total_seconds()

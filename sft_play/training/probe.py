@@ -1,7 +1,7 @@
 """The probe: measure steps before training, choose the batch again by them, and try the choice.
 
 All ranks measure the same steps and agree on the largest peak and the least free memory. They
-choose by these numbers alone, so they all choose the same. In three cases the plan is tried as it
+choose only by these numbers, so they all choose the same. In three cases the plan is tried as it
 is: under DeepSpeed, whose engine cannot change its batch; on a resumed run, whose optimizer has a
 state; and on a CPU, which has no allocator to measure. On a GPU the plan's bytes are then those
 that were measured.
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The layout that will run, and the measurements behind it."""
+    """The layout that will run, and its measurements."""
 
     layout: Layout
     points: tuple[Point, ...]  # the two of the fit first, if there is one
@@ -126,7 +126,7 @@ class Probe:
         return ProbeResult(self.layout, (point,), None, memory, budget, is_cached=False)
 
     def _two_points(self, dry_run: DryRun, budget: int) -> tuple[Point, ...]:
-        """Measure half a row and a whole row.
+        """Measure half a row and a full row.
 
         If they do not fit as planned, measure them with the most checkpointed layers.
         """

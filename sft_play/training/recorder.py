@@ -33,7 +33,7 @@ from sft_play.runs.report import (
 from sft_play.training import peers
 
 logger = logging.getLogger(__name__)
-file_only = logging.getLogger("traceback")  # the terminal shows warnings of sft_play alone
+file_only = logging.getLogger("traceback")  # the terminal shows only warnings of sft_play
 
 # torch is not imported here, which takes seconds: a signal is recorded meanwhile
 Explain = Callable[[BaseException], tuple[str, OutOfMemoryReport]]  # the cause in one line
@@ -278,7 +278,7 @@ class RunRecorder:
         try:
             cause, report = self.explain_out_of_memory(error)
         except RuntimeError as unknown:  # the device does not respond any more
-            logger.warning("what held the memory cannot be said: %s", unknown)
+            logger.warning("the memory by component cannot be measured: %s", unknown)
             return cause
         self.note(out_of_memory=report)
         return cause

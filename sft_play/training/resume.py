@@ -26,7 +26,7 @@ def make_stamp(
     config = context.config
     plan = context.plan
     template = template_text(tokenizer)
-    template_name = config.model.chat_template or "the tokenizer's own"
+    template_name = config.model.chat_template or "the tokenizer's"
     if template == DEFAULT_TEMPLATE:
         template_name = "built-in"
     vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -53,7 +53,7 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
 
     What an earlier launch in this folder left half written is removed. The main rank reads all
     files of the checkpoint before anything is loaded. Raises: CheckpointError when
-    there is none that is whole, or it does not fit this run.
+    there is no complete one, or it does not fit this run.
     """
     train = context.config.train
     ranks = context.plan.ranks

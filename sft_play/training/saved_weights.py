@@ -134,7 +134,7 @@ def note_reference(context: RunContext, held_out: HeldOutEvaluation) -> None:
 def reopen_saved(
     weights: Path, context: RunContext, loop: TrainingLoop, recorder: RunRecorder
 ) -> None:
-    """Open saved weights in a fresh process, and hold them to the trained model.
+    """Open saved weights in a fresh process, and compare them with the trained model.
 
     Raises: CheckpointError if they say something else.
     """
@@ -171,7 +171,7 @@ def why_not(weights: Path, context: RunContext, loop: TrainingLoop) -> str | Non
     if asked is False:
         return "train.reopen_saved=false"
     if config.tuning.backend == "unsloth":
-        return "backend unsloth keeps a base of its own"
+        return "backend unsloth keeps its own base"
     is_qlora = config.tuning.mode == "qlora"
     if is_qlora and read_json(weights / "adapter_config.json").get("target_parameters"):
         return "plain PEFT loads no adapters of experts over 4 bits; make merge checks them"
@@ -208,7 +208,7 @@ def check_saved_adapter(
     Without `trained` the comparison is left out. A run that was stopped (not `is_complete`) may
     have learned nothing yet.
 
-    Raises: CheckpointError when the file is not what was trained; DivergedError when it holds NaN
+    Raises: CheckpointError when the file is not what was trained; DivergedError when it has NaN
     or was never updated.
     """
     seen = check_saved_model(folder, trained)
@@ -231,7 +231,7 @@ def check_saved_model(folder: Path, trained: Mapping[str, Tensor] | None) -> set
     Without `trained` they are only checked for NaN and infinity. So are tensors that the
     architecture saves under another name than it has in memory.
 
-    Raises: CheckpointError when a file is not what was trained; DivergedError when it holds NaN.
+    Raises: CheckpointError when a file is not what was trained; DivergedError when it has NaN.
     """
     differing: list[str] = []
     broken: list[str] = []
@@ -249,10 +249,10 @@ def check_saved_model(folder: Path, trained: Mapping[str, Tensor] | None) -> set
             f"{folder}: what was saved cannot be read back ({error}); check the disk"
         ) from None
     if not seen:
-        raise CheckpointError(f"{folder}: holds no weights; check the disk")
+        raise CheckpointError(f"{folder}: has no weights; check the disk")
     if broken:
         raise DivergedError(
-            f"{folder}: {len(broken)} tensors hold NaN or infinity, {broken[0]} first; lower "
+            f"{folder}: {len(broken)} tensors contain NaN or infinity, {broken[0]} first; lower "
             "TRAIN_LEARNING_RATE"
         )
     if differing:

@@ -51,7 +51,7 @@ def log_large_weights(context: RunContext) -> None:
 
 
 def held_memory(process: Process) -> str:
-    """Return the memory that this process holds, in words."""
+    """Return the memory that this process uses, as text."""
     if process.is_gpu:
         held = sum(map(torch.cuda.memory_allocated, process.devices))
         return f"{held / GIB:.1f} GiB on {', '.join(map(str, process.devices))}"

@@ -30,7 +30,7 @@ STEP_PARTS = ("data", "forward", "backward", "optimizer", "communication")
 class Work(NamedTuple):
     """What a rank has trained up to a moment, or between two."""
 
-    seconds: float  # of training steps alone
+    seconds: float  # only of training steps
     steps: int
     tokens: int  # without padding and fillers
     rows: int
@@ -274,7 +274,7 @@ def gpu_values(ranks: Sequence[RankLog], device: str) -> dict[str, float]:
 
 
 def unhidden_communication(model: torch.nn.Module, steps: int) -> dict[str, float]:
-    """Return the seconds that `steps` waited for gradients of other ranks after their own.
+    """Return the seconds that `steps` waited for gradients of other ranks.
 
     DDP times the first steps and one of a hundred; {} for other engines, and before it did.
     """

@@ -32,8 +32,8 @@ class StopOnSignal(TrainerCallback):
 
     Before the first step has computed its gradients there is nothing to save, so a signal raises
     KeyboardInterrupt. Later the ranks agree at the end of each step, batch of an evaluation and
-    save: a signal that reaches one rank alone would leave the others in a collective. A second
-    signal of the user leaves at once. All of it holds inside this object's context.
+    save: a signal that reaches only one rank would leave the others in a collective. A second
+    signal of the user leaves at once. All of it is true inside this object's context.
     """
 
     def __init__(self, process: Process, signals: StopSignals, recorder: RunRecorder):

@@ -1,4 +1,4 @@
-"""What `train.report_to` names: transformers' own integrations, kept open for the last scores.
+"""What `train.report_to` names: transformers' integrations, kept open for the last scores.
 
 Importing an integration's package may take seconds, so only the main rank does.
 """
@@ -174,9 +174,9 @@ class MlflowLog(Continued, MLflowCallback):
 
 
 class TensorBoardLog(TensorBoardCallback):
-    """transformers' callback, with groups of our own, sample answers, and settings with scores.
+    """transformers' callback, with our groups, sample answers, and settings with scores.
 
-    A name with a slash, such as `gpu/0/util_percent`, is the whole name in TensorBoard.
+    A name with a slash, such as `gpu/0/util_percent`, is the complete name in TensorBoard.
     """
 
     def on_log(

@@ -228,7 +228,7 @@ def before_first_step(
     if warning is not None and recorder.rank == 0:
         logger.warning("warning: %s", warning)
     # last: a probe's steps do not count
-    if {"linears", "mlp"} & fused_kernels_of(loop.engine.model).on.keys():  # they alone read copies
+    if {"linears", "mlp"} & fused_kernels_of(loop.engine.model).on.keys():  # only they read copies
         copy_adapters_at_once(loop.engine.model, loop.engine.wrapped)
     loop.graphs = graph_layers(loop.engine.model, context.config, context.plan, context.process)
     loop.expert_use = ExpertUse(loop.engine.model)

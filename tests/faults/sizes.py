@@ -270,10 +270,10 @@ ROWS = (
     ),
     of_data(
         "size-half-character-in-key",
-        "a key of a variable holds half of a surrogate pair",
+        "a key of a variable contains half of a surrogate pair",
         row_with(chat_template_kwargs={"\ud800": 1}),
         Guard("sft_play.data.calls:check_encodable", nothing),
-        "rows.jsonl:21: chat_template_kwargs holds half of a surrogate pair",
+        "rows.jsonl:21: chat_template_kwargs contains half of a surrogate pair",
     ),
     Fault(
         "size-marks",

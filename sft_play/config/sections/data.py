@@ -8,7 +8,7 @@ from sft_play.config.sections.base import Fraction, PositiveFloat, PositiveInt, 
 
 
 class SourceSection(Section):
-    """One of several sources of rows, for what a path alone cannot say."""
+    """One of several sources of rows, for what a path does not express."""
 
     path: str = Field(
         min_length=1, description="A data file, a folder of them, or a hub data set id."
@@ -26,7 +26,7 @@ class SourceSection(Section):
         description="Slice of its rows, such as [:10%]; a split may end in it: train[:10%].",
     )
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set.")
-    columns: dict[str, str] = Field({}, description="As data.columns, for this source alone.")
+    columns: dict[str, str] = Field({}, description="As data.columns, only for this source.")
     name: str | None = Field(
         None, min_length=1, description="Its name in the scores; null is taken from its path."
     )
@@ -95,7 +95,7 @@ class DataSection(Section):
         None,
         json_schema_extra=WRITE_NAMED_SOURCES,
         description="Rows to evaluate on during training, also several sources by name; null "
-        "holds out data.val_size of the training rows.",
+        "sets aside data.val_size of the training rows.",
     )
     test_path: Sources | None = Field(
         None,
@@ -163,14 +163,14 @@ class DataSection(Section):
     )
     val_size: Annotated[float, Field(gt=0, lt=0.5)] = Field(
         0.05,
-        description="Fraction of the training rows that is held out if there is no val_path, at "
+        description="Fraction of the training rows that is set aside if there is no val_path, at "
         "most 500 rows.",
     )
     split_by: str = Field(
         "prompt",
         min_length=1,
         json_schema_extra={"write": "prompt, row, or the name of a column, such as id"},
-        description="Which rows are held out together if there is no val_path: prompt, those that "
+        description="Which rows are set aside together if there is no val_path: prompt, those that "
         "ask the same before their last answer; row, only equal ones; a column, those with the "
         "same value.",
     )
@@ -211,6 +211,6 @@ class DataSection(Section):
     )
 
     def split_column(self, split: str) -> str | None:
-        """Return the column that says which rows of a split are held out together, if one does."""
+        """Return the column that names which rows are set aside together, if there is one."""
         is_divided = split == "train" and self.val_path is None
         return self.split_by if is_divided and self.split_by not in ("prompt", "row") else None

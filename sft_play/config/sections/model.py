@@ -17,11 +17,11 @@ from sft_play.config.sections.base import (
 # Names of modules in Llama and most others, in GPT-2, in GPT-NeoX, in BLOOM and Falcon
 EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings"})
 HEADS = frozenset({"lm_head", "embed_out"})  # most others; GPT-NeoX
-NAMED_TEMPLATE = "name:"  # begins a chat_template that is one of the model's own
+NAMED_TEMPLATE = "name:"  # prefix of a chat_template that names one of the model's
 
 
 def _map_of_devices(value: Any) -> Any:
-    """Return a device map with numbers for GPUs: `cuda:1` and "1" are 1, a device alone is all."""
+    """Return a device map with numbers for GPUs: `cuda:1` and "1" are 1, one device is for all."""
     if isinstance(value, dict):
         return {name: _device_number(device) for name, device in value.items()}
     number = _device_number(value)
@@ -36,7 +36,7 @@ def _device_number(device: Any) -> Any:
 
 
 MapRule = Literal["auto", "balanced", "balanced_low_0", "sequential"]
-# by module name; "" is the whole model
+# by module name; "" is the full model
 ModuleDevices = dict[str, NonNegativeInt | Literal["cpu"]]
 DeviceMap = Annotated[MapRule | ModuleDevices, BeforeValidator(_map_of_devices)]
 
@@ -140,7 +140,7 @@ class ModelSection(Section):
     chat_template: str | None = Field(
         None,
         min_length=1,
-        description="Chat template instead of the model's own: a Jinja file, name:rag for the "
+        description="Chat template instead of the model's: a Jinja file, name:rag for the "
         "model's template of that name, or default for the built-in one, which models without a "
         "template get too.",
     )

@@ -45,9 +45,7 @@ class TrainSection(Section):
         },
         description="Name of the run's folder; RUN= overrides it. null is config and time.",
     )
-    output_dir: str = Field(
-        "outputs", min_length=1, description="Folder that holds the run folders."
-    )
+    output_dir: str = Field("outputs", min_length=1, description="Folder of the run folders.")
     batch_size: Rows | Auto = Field(
         "auto",
         description="Rows of one micro-batch on each device, or sequences if rows are packed. "
