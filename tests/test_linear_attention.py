@@ -19,8 +19,8 @@ from sft_play.models.linear_attention import (
     torch_code,
     uses_fla,
     why_no_fla,
-    will_use_fla,
 )
+from sft_play.models.traced_gpu import tracing_gpu
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, major: int, triton: str) -> None:
@@ -65,9 +65,11 @@ def test_where_the_package_is_missing_the_reason_says_what_to_type(
 def test_a_plan_for_another_machine_counts_on_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_attention, "why_no_fla", lambda: "not installed")
     monkeypatch.setattr(linear_attention, "_has_driver", lambda: False)
-    assert will_use_fla(torch.ones(1))
+    with tracing_gpu(True):
+        assert uses_fla(torch.ones(1))
     monkeypatch.setattr(linear_attention, "_has_driver", lambda: True)
-    assert not will_use_fla(torch.ones(1))
+    with tracing_gpu(True):
+        assert not uses_fla(torch.ones(1))
 
 
 def test_on_a_cpu_a_model_runs_its_torch_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from traced_steps import storage_bytes
 
-from sft_play.models import fake_kernels
-from sft_play.models.fast.attention import forward
+from sft_play.models import fake_kernels, traced_gpu
+from sft_play.models.fast.attention.reference import AllocatedFlashAttention
 from sft_play.models.fast.linears import glu
 from sft_play.models.fast.norms import residual
 from sft_play.models.fast.norms.residual import LLAMA
@@ -51,7 +51,7 @@ def test_real_tensors_are_attended_to_among_fakes():
 @pytest.mark.parametrize("keys", [4, 2])
 def test_flash_attention_keeps_what_torchs_does(keys):
     def attend(*tensors):
-        return fake_kernels.FakeFlashAttention.apply(*tensors, None)
+        return AllocatedFlashAttention.apply(*tensors, None)
 
     inputs = (random(2, 4, 32, 16), random(2, keys, 32, 16), random(2, keys, 32, 16))
     if keys == 4:  # torch's on a CPU repeats grouped keys; a GPU's does not
@@ -82,16 +82,16 @@ def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do():
 
 def test_fakes_are_gone_afterwards():
     before = (
-        forward.apply_rotary,
+        traced_gpu.is_on,
         glu.glu_forward,
         functional.scaled_dot_product_attention,
         torch.is_autocast_enabled,
     )
     with pytest.raises(KeyError), fake_kernels.fake_kernels(is_gpu=True):
-        assert forward.apply_rotary != before[0]
+        assert traced_gpu.is_on
         raise KeyError
     assert (
-        forward.apply_rotary,
+        traced_gpu.is_on,
         glu.glu_forward,
         functional.scaled_dot_product_attention,
         torch.is_autocast_enabled,

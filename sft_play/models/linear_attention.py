@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sft_play.models import traced_gpu
 from sft_play.plan.needs import MISSING, why_no_kernels
 
 # Names by which the code of transformers' models calls these kernels
@@ -69,21 +70,18 @@ def why_no_fla() -> str | None:
 
 
 def uses_fla(tensor: Tensor) -> bool:
-    """Return whether kernels of flash-linear-attention compute a tensor."""
+    """Return whether kernels of flash-linear-attention compute a tensor.
+
+    A trace is for a GPU: without an NVIDIA driver here it is that of another machine, where `make
+    install` adds the package.
+    """
+    if traced_gpu.is_on:
+        return not _has_driver() or why_no_fla() is None
     return _uses_packages(tensor) and why_no_fla() is None
 
 
 def _uses_packages(tensor: Tensor) -> bool:
     return tensor.is_cuda and not _in_torch.get()
-
-
-def will_use_fla(tensor: Tensor) -> bool:
-    """Return what `uses_fla` will on the GPU that a trace is for.
-
-    Without an NVIDIA driver here that GPU is another machine's, where `make install` adds the
-    package.
-    """
-    return not _has_driver() or why_no_fla() is None
 
 
 @functools.cache
@@ -115,7 +113,7 @@ def by_device(own: Callable, is_of_fla: bool) -> Callable:
     @functools.wraps(own)
     def kernel(*args: Any, **kwargs: Any) -> Any:
         first = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        runs = uses_fla(first) if is_of_fla else _uses_packages(first)
+        runs = _uses_packages(first) and not (is_of_fla and why_no_fla())
         chosen = own if runs else in_torch
         return chosen(*args, **kwargs)
 

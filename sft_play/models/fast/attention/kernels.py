@@ -20,12 +20,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
+from sft_play.models import traced_gpu
 from sft_play.models.fast.attention.flex import attend_flex
-from sft_play.models.fast.attention.reference import Scoring, attend_lengths, attend_rows
+from sft_play.models.fast.attention.reference import (
+    AllocatedFlashAttention,
+    Scoring,
+    attend_lengths,
+    attend_rows,
+)
 from sft_play.models.fast.documents import Documents
 from sft_play.models.fast.setup import Gradients, to_compute_dtype
 
@@ -126,7 +133,14 @@ def _attend_by_document(
 
     query (N, H, D), key (N, K, D), value (N, K, V); the output is (N, H, V).
     """
-    lengths = documents.boundaries.diff().tolist()
+    if traced_gpu.is_on:
+        padded = padded_to_one_size(query, key, value)
+        return AllocatedFlashAttention.apply(*padded, None)[..., : value.shape[-1]]
+    if isinstance(query, FakeTensor):  # the rows of a traced step are whole documents
+        whole, rest = divmod(len(query), documents.longest)
+        lengths = [documents.longest] * whole + [rest] * bool(rest)
+    else:
+        lengths = documents.boundaries.diff().tolist()
     return attend_lengths(query, key, value, scoring, lengths)
 
 

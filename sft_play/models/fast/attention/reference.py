@@ -2,7 +2,8 @@
 
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)  over the halves of the first R features
 
-Rotary position embeddings (RoPE) are Liger's kernel on a GPU, and the formula elsewhere.
+Rotary position embeddings (RoPE) are Liger's kernel on a GPU, and the formula elsewhere. In a trace
+both allocate what the kernels do.
 
 Legend: B rows, T tokens of a row, N tokens of all documents, H query heads, K key and value heads,
 D features of a head of queries and keys, R of them rotated, V of values.
@@ -13,6 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from sft_play.models import traced_gpu
+from sft_play.models.fast.setup import Gradients
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[
             query.transpose(1, 2), key.transpose(1, 2), cos, sin
         )
         return rotated_query.transpose(1, 2), rotated_key.transpose(1, 2)
+    if traced_gpu.is_on:
+        return AllocatedRotary.apply(query, key, cos, sin)
     return rotate_reference(query, cos, sin), rotate_reference(key, cos, sin)
 
 
@@ -113,3 +119,52 @@ def rotate_reference(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned = torch.cat((-second, first), dim=-1)
     rotated = rotated * cos.unsqueeze(2) + turned * sin.unsqueeze(2)
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+
+
+class AllocatedRotary(torch.autograd.Function):
+    """What Liger's rotary embedding allocates in a trace: nothing. It saves cos and sin."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return views of the queries and keys."""
+        ctx.save_for_backward(cos, sin)
+        return query.view_as(query), key.view_as(key)
+
+    @staticmethod
+    def backward(ctx, query: Tensor, key: Tensor) -> Gradients:
+        """Return the gradients of the outputs unchanged."""
+        return query, key, None, None
+
+
+class AllocatedFlashAttention(torch.autograd.Function):
+    """What flash attention over (B, H, T, D), or flattened (N, H, D), allocates in a trace.
+
+    Saves queries, keys, values, its output and a float32 for each query. The memory-efficient
+    kernel also saves the mask, as an additive one in the dtype of the queries. Backward sums the
+    gradient of the queries in float32, and those of grouped keys and values for each query head.
+    """
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return an output with the dtype and layout of the queries and the features of values."""
+        out = torch.empty_like(query)
+        if value.shape[-1] != query.shape[-1]:  # latent attention
+            out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        if mask is not None and mask.dtype == torch.bool:
+            mask = torch.empty_like(mask, dtype=query.dtype)
+        ctx.save_for_backward(query, key, value, out, log_sums, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Gradients:
+        """Return gradients with the layouts of queries, keys and values."""
+        query, key, value, *_ = ctx.saved_tensors
+        # alive while the gradients are allocated
+        buffers = [
+            query.new_empty(query.shape, dtype=torch.float32),
+            query.new_empty(query.shape[:-1], dtype=torch.float32),
+        ]
+        if key.numel() < query.numel():
+            buffers += [torch.empty_like(query), torch.empty_like(query)]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None

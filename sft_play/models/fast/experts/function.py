@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import _default_apply_gate
 
+from sft_play.models import traced_gpu
 from sft_play.models.fast.experts.products import (
     Adapter,
     ExpertLinear,
@@ -56,6 +57,8 @@ class Glu:
             from sft_play.models.fast.experts import kernels  # Triton needs a GPU when imported
 
             return kernels.glu_forward(y, self.form, ends)
+        if traced_gpu.is_on:
+            return y.new_empty(len(y), y.shape[1] // 2)
         return self.reference(y)
 
     def backward(
@@ -69,6 +72,8 @@ class Glu:
             from sft_play.models.fast.experts import kernels
 
             return kernels.glu_backward(dh, y, weights, self.form, ends)
+        if traced_gpu.is_on:
+            return torch.empty_like(y), y.new_empty(len(y), dtype=torch.float32), dh
         return self.reference_gradients(dh, y, weights)
 
 

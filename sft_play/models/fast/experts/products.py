@@ -20,12 +20,15 @@ Legend: N tokens, k experts of a token, S = N k rows sorted by expert, E experts
 of an adapter, `in` and `out` features, K features that are summed over, M those of a result.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
+from sft_play.models import traced_gpu
 from sft_play.models.fast.linears.four_bit import InLines, lines_of
 from sft_play.models.fast.linears.products import dequantize
 
@@ -79,6 +82,8 @@ def sum_choices(values: Tensor, routing: Routing, weights: Tensor | None = None)
         from sft_play.models.fast.experts import kernels  # Triton needs a GPU when it is imported
 
         return kernels.sum_choices(values, routing.rows, routing.ends, weights)
+    if traced_gpu.is_on:
+        return values.new_empty(len(routing.rows), values.shape[1])
     wide = torch.promote_types(values.dtype, torch.float32)
     rows = values[routing.rows].to(wide)  # (N, k, H)
     if weights is not None:
@@ -189,6 +194,8 @@ def rows_times(
     """
     if x.is_cuda:
         return _on_gpu(x, matrices, routing, term, bias, of_tokens)
+    if isinstance(x, FakeTensor):
+        return _allocated(x, matrices, routing)
     if isinstance(matrices, Packed):
         matrices = matrices.unpacked(x.dtype)
     rows = x[routing.order // routing.choices] if of_tokens else x
@@ -221,6 +228,8 @@ def rows_outer(
 
         choices = routing.choices if of_tokens else None
         grouped_kernels.outer(x, y, routing.order, routing.ends, out, scale, choices, weights)
+        return
+    if isinstance(x, FakeTensor):
         return
     rows = y[routing.order // routing.choices] if of_tokens else y
     if weights is not None:
@@ -266,6 +275,15 @@ def _on_gpu(
             weight = matrices.lines.unpack(matrices.weight, own)
             multiply(weight, not matrices.is_transposed, None, first)
     return out
+
+
+def _allocated(x: Tensor, matrices: Tensor | Packed, routing: Routing) -> Tensor:
+    """Allocate what `rows_times` does in a trace: its output, and a few experts of packed ones."""
+    experts, *sides = matrices.shape
+    if isinstance(matrices, Packed):
+        one = math.prod(sides)
+        x.new_empty(min(experts * one, max(one, UNPACKED_BYTES // x.itemsize)))
+    return x.new_empty(len(routing.order), sides[1])
 
 
 def _rows_of_experts(routing: Routing) -> Iterator[tuple[int, slice]]:

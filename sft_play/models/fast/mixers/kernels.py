@@ -23,6 +23,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from sft_play.models.fast.documents import DocumentBatch
+from sft_play.models.fast.mixers.fla import (
+    fla_convolution,
+    fla_delta_rule,
+    fla_linear_attention,
+)
 from sft_play.models.linear_attention import uses_fla
 
 Kernel = Callable[..., Any]
@@ -73,44 +78,6 @@ def _boundaries(batch: DocumentBatch | None) -> dict[str, Tensor]:
     if batch is None:
         return {}
     return {"cu_seqlens": batch.long_boundaries, "cu_seqlens_cpu": batch.boundaries_on_cpu}
-
-
-def fla_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, **boundaries: Tensor
-) -> Tensor:
-    """Return the causal convolution (B, T, C) of x (B, T, C) with weights (C, W)."""
-    from fla.modules.causal_conv1d import causal_conv1d  # imports Triton, which needs a GPU
-
-    mixed, _ = causal_conv1d(x, weight, bias, activation=activation, **boundaries)
-    return mixed
-
-
-def fla_delta_rule(name: str, *inputs: Tensor, is_normed: bool, **boundaries: Tensor) -> Tensor:
-    """Return the gated delta rule (B, T, H, P); `name` is the operator's.
-
-    Inputs: queries, keys (B, T, H, S), values (B, T, H, P), decays (B, T, H) or, of chunk_kda,
-    (B, T, H, S), and beta (B, T, H).
-    """
-    if name == "chunk_kda":
-        from fla.ops.kda import chunk_kda as kernel
-    else:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
-
-    query, key, value, decay, beta = inputs
-    mixed, _ = kernel(
-        query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=is_normed, **boundaries
-    )
-    return mixed
-
-
-def fla_linear_attention(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, **boundaries: Tensor
-) -> Tensor:
-    """Return linear attention (B, T, H, P) with one decay (B, T, H) a head and token, unscaled."""
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    mixed, _ = chunk_simple_gla(query, key, value, g=decay, scale=1.0, **boundaries)
-    return mixed
 
 
 def _convolution(own: Kernel) -> Kernel:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_play.models import traced_gpu
 from sft_play.models.checkpointing import FORWARD_CHECKPOINTS
 from sft_play.models.fast.setup import Gradients, is_training
-from sft_play.models.float8.format import Quantized
+from sft_play.models.float8.format import FLOAT8, Quantized
 from sft_play.models.float8.linear import hand_over, reads_float8, take
 from sft_play.models.float8.quantize import quantize
 from sft_play.models.partitioned import gathered, is_partitioned
@@ -58,10 +59,34 @@ def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 def normalize(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     """Return y like x, by Liger's kernel."""
+    if traced_gpu.is_on:
+        return AllocatedRmsNorm.apply(x, weight, kind.in_place)
     from liger_kernel.ops import LigerRMSNormFunction  # imports Triton, which needs a GPU
 
     options = (kind.offset, kind.casting, kind.in_place, None)
     return LigerRMSNormFunction.apply(x, weight, eps, *options)
+
+
+class AllocatedRmsNorm(torch.autograd.Function):
+    """What Liger's RMSNorm allocates in a trace.
+
+    It saves its input and a float32 per token; backward may overwrite `grad`.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, in_place: bool) -> Tensor:
+        """Return an output like x."""
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        ctx.in_place = in_place
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Gradients:
+        """Return the gradients of x and of the weight if it is trained."""
+        x, weight, _ = ctx.saved_tensors
+        grad_x = grad if ctx.in_place else torch.empty_like(x)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, None
 
 
 def epsilon(norm: nn.Module) -> float:
@@ -224,10 +249,37 @@ class Reference:
         return dx.to(s.dtype)
 
 
+class Allocated:
+    """What the kernels allocate in a trace."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        kind: Any,
+        in_float8: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Quantized | None]:
+        """Return y and s like x, a float32 for each token, and y in float8 if asked for."""
+        y = torch.empty_like(x)
+        s = x if residual is None else torch.empty_like(x)
+        inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
+        if not in_float8:
+            return y, s, inverse, None
+        rows = torch.empty_like(y.flatten(0, -2), dtype=FLOAT8)
+        return y, s, inverse, Quantized(rows, inverse.new_empty(len(rows)))
+
+    @staticmethod
+    def backward(dy: Tensor, ds: Tensor, s: Tensor, *_: Any) -> Tensor:
+        """Return dx like s."""
+        return torch.empty_like(s)
+
+
 def _kernels(x: Tensor) -> Any:
     """Return the implementation for the device of x: the Triton kernels or the reference."""
     if not x.is_cuda:
-        return Reference
+        return Allocated if traced_gpu.is_on else Reference
     from sft_play.models.fast.norms import (
         residual_kernels,  # Triton needs a GPU when it is imported
     )

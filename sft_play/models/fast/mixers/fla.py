@@ -1,21 +1,69 @@
-"""Fakes of flash-linear-attention's kernels for a trace: they allocate what the kernels do.
+"""flash-linear-attention's kernels of token mixers, and what they allocate in a trace.
 
-Read in fla-core 0.6.0. What a kernel frees when it returns is deleted at the end.
+What they allocate was read in fla-core 0.6.0. What a kernel frees when it returns is deleted at the
+end. The package imports Triton, which needs a GPU.
 
-Legend: B rows, T tokens of a row, H heads, S features of a state, P of a
-value, C channels.
+Legend: B rows, T tokens of a row, C channels, W width of a convolution, H heads, P features of a
+head, S of its state.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from sft_play.models import traced_gpu
 
 CHUNK = 64  # tokens
 
 
-class FakeConvolution(torch.autograd.Function):
-    """A causal convolution of (B, T, C). Saves its input; backward computes its output again."""
+def fla_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, **boundaries: Tensor
+) -> Tensor:
+    """Return the causal convolution (B, T, C) of x (B, T, C) with weights (C, W)."""
+    if traced_gpu.is_on:
+        return AllocatedConvolution.apply(x, weight)
+    from fla.modules.causal_conv1d import causal_conv1d  # imports Triton, which needs a GPU
+
+    mixed, _ = causal_conv1d(x, weight, bias, activation=activation, **boundaries)
+    return mixed
+
+
+def fla_delta_rule(name: str, *inputs: Tensor, is_normed: bool, **boundaries: Tensor) -> Tensor:
+    """Return the gated delta rule (B, T, H, P); `name` is the operator's.
+
+    Inputs: queries, keys (B, T, H, S), values (B, T, H, P), decays (B, T, H) or, of chunk_kda,
+    (B, T, H, S), and beta (B, T, H).
+    """
+    if traced_gpu.is_on:
+        return AllocatedDeltaRule.apply(*inputs)
+    if name == "chunk_kda":
+        from fla.ops.kda import chunk_kda as kernel
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
+
+    query, key, value, decay, beta = inputs
+    mixed, _ = kernel(
+        query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=is_normed, **boundaries
+    )
+    return mixed
+
+
+def fla_linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, **boundaries: Tensor
+) -> Tensor:
+    """Return linear attention (B, T, H, P) with one decay (B, T, H) a head and token, unscaled."""
+    if traced_gpu.is_on:
+        return AllocatedLinearAttention.apply(query, key, value, decay)
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    mixed, _ = chunk_simple_gla(query, key, value, g=decay, scale=1.0, **boundaries)
+    return mixed
+
+
+class AllocatedConvolution(torch.autograd.Function):
+    """What a convolution of (B, T, C) allocates in a trace.
+
+    It saves its input; backward computes its output again.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -37,15 +85,11 @@ class FakeConvolution(torch.autograd.Function):
         return grad_x, torch.empty_like(weight) if ctx.needs_input_grad[1] else None
 
 
-def fla_convolution(x: Tensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
-    """`mixers.kernels.fla_convolution`."""
-    return FakeConvolution.apply(x, weight)
+class AllocatedDeltaRule(torch.autograd.Function):
+    """What the gated delta rule allocates in a trace.
 
-
-class FakeDeltaRule(torch.autograd.Function):
-    """The gated delta rule. Saves normalized queries and keys and a (T, CHUNK) matrix a head.
-
-    Forward and backward hold the states of all chunks at once.
+    It saves normalized queries and keys and a (T, CHUNK) matrix per head. Forward and backward
+    store the states of all chunks at once.
     """
 
     @staticmethod
@@ -75,13 +119,8 @@ class FakeDeltaRule(torch.autograd.Function):
         return gradients
 
 
-def fla_delta_rule(name: str, *inputs: Tensor, **_: Any) -> Tensor:
-    """`mixers.kernels.fla_delta_rule`."""
-    return FakeDeltaRule.apply(*inputs)
-
-
-class FakeLinearAttention(torch.autograd.Function):
-    """Linear attention with a decay a head and token. Backward holds states in float32."""
+class AllocatedLinearAttention(torch.autograd.Function):
+    """What linear attention allocates in a trace. Backward has states in float32."""
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:
@@ -103,36 +142,8 @@ class FakeLinearAttention(torch.autograd.Function):
         return gradients
 
 
-def fla_linear_attention(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, **_: Any
-) -> Tensor:
-    """`mixers.kernels.fla_linear_attention`."""
-    return FakeLinearAttention.apply(query, key, value, decay)
-
-
 def _states(key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the states of all chunks: (B, T / CHUNK, H, S, P)."""
     rows, tokens, heads, features = key.shape
     chunks = -(-tokens // CHUNK)
     return key.new_empty((rows, chunks, heads, features, value.shape[-1]), dtype=dtype)
-
-
-class FakeGatedNorm(torch.autograd.Function):
-    """A gated RMSNorm. Saves its two inputs and a float32 a row."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, gate: Tensor) -> Tensor:
-        """Return an output like x."""
-        ctx.save_for_backward(x, gate, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of both inputs."""
-        x, gate, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(gate)
-
-
-def gated_norm(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
-    """`mixers.gated_norms.norm_then_silu`."""
-    return FakeGatedNorm.apply(x, gate)
