@@ -1,5 +1,7 @@
 """Attention without masks equals masked softmax(Q K^T) V, and so do its gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,6 @@ from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.documents import (
     UNMASKED,
-    DocumentBatch,
     Documents,
     PackedDocuments,
     is_unmasked,
@@ -230,7 +231,7 @@ def test_the_comparison_sees_what_is_wrong(mutant):
     moved[0] -= 1
     moved[-1] -= 1
     mutants = {
-        "boundaries": (Scoring(0.3, 6), documents._replace(boundaries=moved)),
+        "boundaries": (Scoring(0.3, 6), replace(documents, boundaries=moved)),
         "window": (Scoring(0.3, 7), documents),
         "scale": (Scoring(0.31, 6), documents),
         "no boundaries": (Scoring(0.3, 6), None),
@@ -293,7 +294,7 @@ def test_attention_sees_the_documents_of_the_batch_on_its_device():
     documents, _ = documents_of(*PACKED)
     packed = PackedDocuments()
     assert packed.on(torch.device("meta")) is None
-    with packed.showing(DocumentBatch(documents)):
+    with packed.showing(documents):
         assert packed.on(documents.boundaries.device) is documents
         there = packed.on(torch.device("meta"))
         assert there.boundaries.device.type == "meta" and there.longest == documents.longest

@@ -18,7 +18,7 @@ from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import documents as by_document
 from sft_play.models.fast.capture import LENGTHS
-from sft_play.models.fast.documents import UNMASKED, DocumentBatch, Documents
+from sft_play.models.fast.documents import UNMASKED, Documents
 from sft_play.models.fast.mixers import install as mixer_install
 from sft_play.models.fast.mixers import kernels as mixer_kernels
 from sft_play.models.fast.mixers.install import (
@@ -289,7 +289,7 @@ def test_a_copy_of_a_model_keeps_its_own_documents():
 def test_groups_hold_every_token_once():
     lengths = [3, 64, 65, 1, 130]
     ends = torch.tensor([0, *lengths]).cumsum(0)
-    batch = DocumentBatch(Documents(ends.int(), max(lengths)))
+    batch = Documents(ends.int(), max(lengths))
     tokens = torch.cat([index.flatten() for index in batch.groups.tokens])
     assert torch.equal(tokens[batch.groups.places], torch.arange(sum(lengths)))
     assert [tuple(index.shape) for index in batch.groups.tokens] == [(3, 64), (1, 65), (1, 130)]

@@ -18,6 +18,7 @@ Legend: B rows, T tokens of a row, N documents, G groups of documents.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -34,33 +35,9 @@ ImageBlock = tuple[int, int, int]  # start, end and begin of its document in the
 ROUNDED_TO = 64  # tokens: documents of one group differ by less, the chunk of linear attention
 
 
-CONTEXT = "context_group"  # no argument of the model: the ranks that share the batch's rows
-
-
-class Documents(NamedTuple):
-    """Where the documents of a batch's flattened rows begin."""
-
-    boundaries: Tensor  # (N + 1,) int32, the cu_seq_lens of flash attention
-    longest: int  # tokens of the longest document
-    context: ContextGroup | None = None  # of which this rank has a part of the rows' tokens
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments by which transformers' models are told of them."""
-        boundaries, longest, _ = self
-        return dict(zip(BOUNDARIES, (boundaries, boundaries, longest, longest), strict=True))
-
-    def on(self, device: torch.device) -> "Documents":
-        """Return the same documents with their boundaries on a device."""
-        return self._replace(boundaries=self.boundaries.to(device))
-
-
-def named_documents(kwargs: dict[str, Any]) -> Documents | None:
-    """Return the documents that a batch names by transformers' keywords, None if it names none."""
-    boundaries = kwargs.get("cu_seq_lens_q")
-    if boundaries is None:
-        return None
-    return Documents(boundaries, kwargs["max_length_q"], kwargs.get(CONTEXT))
+CONTEXT = "context_group"  # the ranks that share the batch's rows
+# What a batch brings for this module only: no arguments of the model
+NOT_PASSED_ON = ("document_lengths", IMAGE_BLOCKS, CONTEXT)
 
 
 class Groups(NamedTuple):
@@ -70,39 +47,40 @@ class Groups(NamedTuple):
     places: Tensor  # (B * T,): where each token is in the flattened groups, one after another
 
 
-class DocumentBatch:
-    """The documents of one packed batch, and indices computed from them once."""
+@dataclass(eq=False)
+class Documents:
+    """Where the documents of a batch's flattened rows begin, and indices computed from it once."""
 
-    def __init__(
-        self,
-        documents: Documents,
-        lengths: Sequence[int] | None = None,
-        image_blocks: Sequence[ImageBlock] = (),
-    ):
-        self.documents = documents
-        self.image_blocks = image_blocks
-        self._lengths = lengths
-        self._places_with_gaps: dict[int, Tensor] = {}
-        self._elsewhere: dict[torch.device, DocumentBatch] = {}
+    boundaries: Tensor  # (N + 1,) int32, the cu_seq_lens of flash attention
+    longest: int  # tokens of the longest document
+    context: ContextGroup | None = None  # of which this rank has a part of the rows' tokens
+    given_lengths: Sequence[int] | None = None  # tokens of each document, if the batch brings them
+    image_blocks: Sequence[ImageBlock] = ()
+    _places_with_gaps: dict[int, Tensor] = field(init=False, default_factory=dict)
+    _elsewhere: dict[torch.device, "Documents"] = field(init=False, default_factory=dict)
 
-    def on(self, device: torch.device) -> "DocumentBatch":
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by which transformers' models are told of them."""
+        values = (self.boundaries, self.boundaries, self.longest, self.longest)
+        return dict(zip(BOUNDARIES, values, strict=True))
+
+    def on(self, device: torch.device) -> "Documents":
         """Return the same documents for modules on a device; copied there once."""
         if self.boundaries.device == device:
             return self
         if device not in self._elsewhere:
-            documents = self.documents.on(device)
-            self._elsewhere[device] = DocumentBatch(documents, self.lengths, self.image_blocks)
+            boundaries = self.boundaries.to(device)
+            self._elsewhere[device] = replace(
+                self, boundaries=boundaries, given_lengths=self.lengths
+            )
         return self._elsewhere[device]
-
-    @property
-    def boundaries(self) -> Tensor:
-        return self.documents.boundaries
 
     @cached_property
     def lengths(self) -> list[int]:
         """Return the tokens of each document; waits for a GPU if the batch did not bring them."""
-        if self._lengths is not None:
-            return list(self._lengths)
+        if self.given_lengths is not None:
+            return list(self.given_lengths)
         return self.boundaries.diff().tolist()
 
     @cached_property
@@ -152,20 +130,34 @@ class DocumentBatch:
         return Groups(tuple(index.to(device) for index in tokens), places.to(device))
 
 
+def named_documents(kwargs: dict[str, Any]) -> Documents | None:
+    """Return the documents that a batch names by transformers' keywords, None if it names none."""
+    boundaries = kwargs.get("cu_seq_lens_q")
+    if boundaries is None:
+        return None
+    return Documents(
+        boundaries,
+        kwargs["max_length_q"],
+        kwargs.get(CONTEXT),
+        kwargs.get("document_lengths"),
+        kwargs.get(IMAGE_BLOCKS, ()),
+    )
+
+
 class PackedDocuments:
     """The documents of the batch that a model computes, None if it is not packed."""
 
     def __init__(self) -> None:
-        self.batch: DocumentBatch | None = None
+        self.batch: Documents | None = None
         self.has_images = False  # the batch, packed or not
         self._is_inside_model = False
 
     def on(self, device: torch.device) -> Documents | None:
         """Return the documents for a module on a device."""
-        return None if self.batch is None else self.batch.on(device).documents
+        return None if self.batch is None else self.batch.on(device)
 
     @contextmanager
-    def showing(self, batch: DocumentBatch | None) -> Iterator[None]:
+    def showing(self, batch: Documents | None) -> Iterator[None]:
         """Let modules called inside see another batch, None for rows without documents."""
         before = self.batch
         self.batch = batch
@@ -189,21 +181,16 @@ class PackedDocuments:
     def note(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook of a decoder: keep the documents of the batch.
+        """Forward pre-hook of a decoder: store the documents of the batch.
 
-        `document_lengths`, which spares a GPU's CPU from waiting for them, goes no further, and nor
-        do `image_blocks` and the group of ranks.
+        What the batch brings for them alone goes no further, such as the lengths, which save the
+        CPU of a GPU from waiting for them.
         """
         if self._is_inside_model:
             return args, kwargs
-        passed_on = dict(kwargs)
-        lengths = passed_on.pop("document_lengths", None)
-        blocks = passed_on.pop(IMAGE_BLOCKS, ())
-        documents = named_documents(passed_on)
-        passed_on.pop(CONTEXT, None)
-        self.batch = None if documents is None else DocumentBatch(documents, lengths, blocks)
-        self.has_images = passed_on.get("pixel_values") is not None
-        return args, passed_on
+        self.batch = named_documents(kwargs)
+        self.has_images = kwargs.get("pixel_values") is not None
+        return args, {name: value for name, value in kwargs.items() if name not in NOT_PASSED_ON}
 
 
 def watch_documents(model: nn.Module, decoder: nn.Module) -> PackedDocuments:

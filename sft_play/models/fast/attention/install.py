@@ -19,7 +19,7 @@ from sft_play.models.fast.attention.forward import (
     use_interface,
 )
 from sft_play.models.fast.capture import LENGTHS, PACKED, PLAIN, Call, as_it_was
-from sft_play.models.fast.documents import UNMASKED, DocumentBatch, watch_documents
+from sft_play.models.fast.documents import UNMASKED, watch_documents
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.proof import own_code, prove
 from sft_play.models.fast.recognize import (
@@ -166,7 +166,7 @@ def unmasked_call(
 
     def fused_call(call: Call, batch: str) -> Call:
         is_packed = batch == PACKED
-        packed.batch = DocumentBatch(setup.proof_inputs.documents) if is_packed else None
+        packed.batch = setup.proof_inputs.documents if is_packed else None
         return Call(call.args, {**call.kwargs, "attention_mask": UNMASKED})
 
     return fused_call

@@ -89,7 +89,7 @@ def _attend_shared(
     context = documents.context
     heads = [context.heads(tensor) for tensor in (query, key, value)]
     scoring = replace(scoring, sinks=context.own_heads(scoring.sinks))
-    return context.tokens(attend(*heads, scoring, documents._replace(context=None)))
+    return context.tokens(attend(*heads, scoring, replace(documents, context=None)))
 
 
 def _attend_by_heads(
@@ -166,8 +166,7 @@ def attend_torch_varlen(
         options["scale"] = scoring.scale
     else:  # the kernel's own scale is 1 / sqrt(D)
         query = query * (scoring.scale * query.shape[-1] ** 0.5)
-    starts, longest, _ = documents
-    return varlen_attn(query, key, value, starts, starts, longest, longest, **options)
+    return varlen_attn(query, key, value, *_lengths(documents), **options)
 
 
 def padded_to_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,16 +188,12 @@ def _attend_efficient(
 ) -> Tensor:
     """Attend with torch's memory-efficient kernel, which takes heads of any size."""
     groups = query.shape[1] // key.shape[1]
-    starts, longest, _ = documents
     out, *_ = torch.ops.aten._efficient_attention_forward(
         query[None],
         key.repeat_interleave(groups, dim=1)[None],
         value.repeat_interleave(groups, dim=1)[None],
         None,  # bias
-        starts,
-        starts,
-        longest,
-        longest,
+        *_lengths(documents),
         0.0,  # dropout
         CAUSAL,
         True,  # compute_log_sumexp
@@ -326,7 +321,7 @@ def flash_backward(
 
 def _lengths(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
     """Return the boundaries of queries and of keys, and the longest of both."""
-    starts, longest, _ = documents
+    starts, longest = documents.boundaries, documents.longest
     return starts, starts, longest, longest
 
 

@@ -7,6 +7,7 @@ Legend: B rows, T tokens of a row, N documents, H hidden features.
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from sft_play.models.adapter_state import part_of
 from sft_play.models.fast.documents import (
     BOUNDARIES,
     UNMASKED,
-    DocumentBatch,
     Documents,
     PackedDocuments,
     is_unmasked,
@@ -155,9 +155,9 @@ class StaticInputs:
         return arguments
 
     @property
-    def batch(self) -> DocumentBatch | None:
-        """Return the documents as modules of the decoder see them."""
-        return None if self.documents is None else DocumentBatch(self.documents)
+    def batch(self) -> Documents | None:
+        """Return the documents as modules of the decoder see them: without indices of others."""
+        return None if self.documents is None else replace(self.documents)
 
 
 class StaticGradients:

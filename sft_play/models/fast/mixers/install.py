@@ -28,7 +28,6 @@ from sft_play.models.fast.attention.install import scales_by_place
 from sft_play.models.fast.capture import LENGTHS, PACKED, Call, as_it_was, capture
 from sft_play.models.fast.differences import TOLERANCES, Result
 from sft_play.models.fast.documents import (
-    DocumentBatch,
     Documents,
     PackedDocuments,
     watch_documents,
@@ -175,10 +174,10 @@ def tiled(call: Call) -> Call:
     return tree_map_only(Tensor, repeat, call)
 
 
-def _documents(device: torch.device) -> DocumentBatch:
+def _documents(device: torch.device) -> Documents:
     boundaries = torch.arange(0, TUNED_TOKENS + 1, TUNED_DOCUMENT, dtype=torch.int32, device=device)
     lengths = [TUNED_DOCUMENT] * (TUNED_TOKENS // TUNED_DOCUMENT)
-    return DocumentBatch(Documents(boundaries, TUNED_DOCUMENT), lengths)
+    return Documents(boundaries, TUNED_DOCUMENT, given_lengths=lengths)
 
 
 WITHOUT_FLA = (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sft_play.models.fast.documents import DocumentBatch
+from sft_play.models.fast.documents import Documents
 from sft_play.models.fast.mixers.fla import (
     fla_convolution,
     fla_delta_rule,
@@ -36,11 +36,11 @@ FLA_ACTIVATIONS = (None, "silu", "swish")  # of flash-linear-attention's convolu
 MIN_FLA_STATE = 16  # features of a state: the least that a tensor core multiplies
 
 # The documents of the call in progress. Not an argument: a mixer's own code passes none on.
-_documents: ContextVar[DocumentBatch | None] = ContextVar("documents", default=None)
+_documents: ContextVar[Documents | None] = ContextVar("documents", default=None)
 
 
 @contextmanager
-def documents_of_call(batch: DocumentBatch | None) -> Iterator[None]:
+def documents_of_call(batch: Documents | None) -> Iterator[None]:
     """Let the kernels that are called inside begin at the documents of a packed batch."""
     token = _documents.set(batch)
     try:
@@ -73,7 +73,7 @@ def rebound(forward: Callable) -> Callable | None:
     return copied
 
 
-def _boundaries(batch: DocumentBatch | None) -> dict[str, Tensor]:
+def _boundaries(batch: Documents | None) -> dict[str, Tensor]:
     """Return the boundaries as arguments of flash-linear-attention."""
     if batch is None:
         return {}
@@ -109,7 +109,7 @@ def _convolve_with_gaps(
     weight: Tensor,
     bias: Tensor | None,
     activation: str | None,
-    batch: DocumentBatch,
+    batch: Documents,
 ) -> Tensor:
     """Convolve documents with W - 1 zeros between them, as before the first token of a row."""
     channels, tokens = hidden.shape[1:]
