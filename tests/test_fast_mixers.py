@@ -19,8 +19,8 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import documents as by_document
 from sft_play.models.fast.capture import LENGTHS
 from sft_play.models.fast.documents import UNMASKED, Documents
+from sft_play.models.fast.mixers import forward as mixer_forward
 from sft_play.models.fast.mixers import install as mixer_install
-from sft_play.models.fast.mixers import kernels as mixer_kernels
 from sft_play.models.fast.mixers.install import (
     find_mixers,
     hiding_documents,
@@ -185,12 +185,12 @@ def test_a_gated_norm_that_no_kernel_computes_keeps_its_code(norm_formulas, monk
 
 @pytest.mark.parametrize("forgotten", ["causal_conv1d_fn", "torch_chunk_gated_delta_rule"])
 def test_a_state_that_one_call_keeps_is_found_before_training(forgotten, monkeypatch, caplog):
-    monkeypatch.setitem(mixer_kernels.KERNELS, forgotten, lambda own: own)
-    mixer_kernels.rebound.cache_clear()
+    monkeypatch.setitem(mixer_forward.KERNELS, forgotten, lambda own: own)
+    mixer_forward.rebound.cache_clear()
     model = tiny_model("qwen3_5")
     with caplog.at_level(logging.WARNING):
         found = install(model)
-    mixer_kernels.rebound.cache_clear()
+    mixer_forward.rebound.cache_clear()
     assert found == [False]
     assert "Qwen3_5GatedDeltaNet: packed documents in one call differ by" in caplog.text
 

@@ -2,29 +2,270 @@
 
 Such a mixer reads the tokens before its own through a state, which must be empty where a document
 of a packed batch begins. `forward_by_document` runs the mixer's own code on each document, which is
-exact for any mixer. Mixers that call known kernels run once over all documents, with those of
-`kernels`, after a proof that both are the same.
+exact for any mixer. Mixers that call known kernels run once over all documents, after a proof that
+both are the same.
 
-Legend: B rows, T tokens of a row.
+A mixer of transformers calls a few functions by name: a causal convolution and a scan. `rebound`
+makes a copy of its forward method in which these names stand for the functions below. They start
+each document of a packed batch with an empty state: on a GPU with the kernels of
+flash-linear-attention, which take the boundaries, and elsewhere with the mixer's own functions.
+
+Legend: B rows, T tokens of a row or of the flattened rows, N documents, C channels, W width of a
+convolution, H heads, G groups of heads, P features of a head, S of its state.
 """
 
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import Cache
 
 from sft_play.models.fast.documents import (
     BOUNDARIES,
+    Documents,
     PackedDocuments,
     first_tensor,
     forward_by_document,
     is_unmasked,
     unflatten,
 )
-from sft_play.models.fast.mixers.kernels import documents_of_call, rebound
+from sft_play.models.fast.mixers.fla import (
+    fla_convolution,
+    fla_delta_rule,
+    fla_linear_attention,
+)
 from sft_play.models.fast.proof import Forward
 from sft_play.models.fast.setup import fuse, is_training
+from sft_play.models.linear_attention import uses_fla
+
+Kernel = Callable[..., Any]
+
+FLA_ACTIVATIONS = (None, "silu", "swish")  # of flash-linear-attention's convolution
+MIN_FLA_STATE = 16  # features of a state: the least that a tensor core multiplies
+
+# The documents of the call in progress. Not an argument: a mixer's own code passes none on.
+_documents: ContextVar[Documents | None] = ContextVar("documents", default=None)
+
+
+@contextmanager
+def documents_of_call(batch: Documents | None) -> Iterator[None]:
+    """Let the kernels that are called inside begin at the documents of a packed batch."""
+    token = _documents.set(batch)
+    try:
+        yield
+    finally:
+        _documents.reset(token)
+
+
+@functools.cache
+def rebound(forward: Callable) -> Callable | None:
+    """Return a copy of a mixer's forward method that calls the kernels of this module.
+
+    None if it calls no kernel that this module knows.
+    """
+    function = inspect.unwrap(forward)
+    known = [name for name in function.__code__.co_names if name in KERNELS]
+    if not known:
+        return None
+    replaced = dict(function.__globals__)
+    for name in known:
+        replaced[name] = KERNELS[name](function.__globals__[name])
+    copied = FunctionType(
+        function.__code__,
+        replaced,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+def _boundaries(batch: Documents | None) -> dict[str, Tensor]:
+    """Return the boundaries as arguments of flash-linear-attention."""
+    if batch is None:
+        return {}
+    return {"cu_seqlens": batch.long_boundaries, "cu_seqlens_cpu": batch.boundaries_on_cpu}
+
+
+def _convolution(own: Kernel) -> Kernel:
+    """Return a causal convolution of (1, C, T) with weights (C, W)."""
+
+    def convolve(
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return the convolution (1, C, T) of hidden states (1, C, T)."""
+        batch = _documents.get()
+        if uses_fla(hidden_states) and activation in FLA_ACTIVATIONS:
+            x = hidden_states.transpose(1, 2)
+            mixed = fla_convolution(x, weight, bias, activation, **_boundaries(batch))
+            return mixed.transpose(1, 2)
+        if batch is None:
+            return own(hidden_states, weight, bias, activation=activation)
+        return _convolve_with_gaps(own, hidden_states, weight, bias, activation, batch)
+
+    return convolve
+
+
+def _convolve_with_gaps(
+    own: Kernel,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    batch: Documents,
+) -> Tensor:
+    """Convolve documents with W - 1 zeros between them, as before the first token of a row."""
+    channels, tokens = hidden.shape[1:]
+    gap = weight.shape[-1] - 1
+    places = batch.places_with_gaps(tokens, gap)
+    gaps = gap * (len(batch.boundaries) - 2)
+    spread = hidden.new_zeros(1, channels, tokens + gaps).index_copy(2, places, hidden)
+    return own(spread, weight, bias, activation=activation).index_select(2, places)
+
+
+def _delta_rule(own: Kernel, name: str) -> Kernel:
+    """Return a delta rule; `name` is that of flash-linear-attention's operator."""
+    in_groups = _in_groups(own, ("query", "key", "value", "g", "beta"), dim=1)
+
+    def delta_rule(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
+        """Return the delta rule that starts again at each document."""
+        is_plain = not kwargs.get("output_final_state")
+        if not (uses_fla(query) and is_plain):
+            return in_groups(query, key, value, **kwargs)
+        inputs = (query, key, value, kwargs["g"], kwargs["beta"])
+        is_normed = kwargs["use_qk_l2norm_in_kernel"]
+        boundaries = _boundaries(_documents.get())
+        return fla_delta_rule(name, *inputs, is_normed=is_normed, **boundaries), None
+
+    return delta_rule
+
+
+def _mamba2_scan(own: Kernel) -> Kernel:
+    """Return the scan of Mamba 2: inputs (1, T, H, P), steps (1, T, H), decays (H,)."""
+    in_groups = _in_groups(own, ("hidden_states", "dt", "B", "C"), dim=1)
+
+    def scan(*args: Any, **kwargs: Any) -> Any:
+        """Return the scan (1, T, H, P)."""
+        hidden, _, _, key, *_ = args
+        is_plain = kwargs.get("z") is None and not kwargs.get("return_final_states")
+        if uses_fla(hidden) and is_plain and key.shape[-1] >= MIN_FLA_STATE:
+            return _mamba2_by_linear_attention(*args, **kwargs)
+        return in_groups(*args, **kwargs)
+
+    return scan
+
+
+def _mamba2_by_linear_attention(
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int = 64,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **_: Any,
+) -> Tensor:
+    """Compute Mamba 2's scan as linear attention with one decay a head and token.
+
+    h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t and y_t = C_t h_t + D x_t: queries C, keys B and values
+    dt x (Dao and Gu 2024, equation 1). The kernel cuts rows into chunks of its own size.
+    """
+    heads = hidden_states.shape[2]
+    steps = dt.float()  # (1, T, H)
+    if dt_bias is not None:
+        steps = steps + dt_bias.float()
+    if dt_softplus:
+        steps = functional.softplus(steps)
+    steps = steps.clamp(*dt_limit)
+    queries = C.repeat_interleave(heads // C.shape[2], dim=2)  # (1, T, H, S)
+    keys = B.repeat_interleave(heads // B.shape[2], dim=2)
+    values = (hidden_states * steps[..., None]).to(hidden_states.dtype)
+    decays = steps * A.float()
+    boundaries = _boundaries(_documents.get())
+    mixed = fla_linear_attention(queries, keys, values, decays, **boundaries)
+    if D is not None:
+        mixed = mixed + (hidden_states * D[:, None]).to(mixed.dtype)
+    return mixed
+
+
+def _not_available(own: Kernel) -> Kernel:
+    """Return a kernel that computes nothing, so that the mixer calls its separate functions.
+
+    The real one computes convolution, scan and output projection in one call, which leaves out
+    both the documents and the adapter of the projection.
+    """
+
+    def none(*_: Any, **__: Any) -> None:
+        return None
+
+    return none
+
+
+def _in_groups(own: Kernel, names: tuple[str, ...], dim: int) -> Kernel:
+    """Return `own` over groups of documents of similar length, a document a row.
+
+    Each tensor in `names` has one row, and its tokens in dimension `dim`.
+    """
+    signature = inspect.signature(own)
+
+    def scan(*args: Any, **kwargs: Any) -> Any:
+        """Return what `own` does, of documents that are rows of a batch."""
+        batch = _documents.get()
+        if batch is None:
+            return own(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        flat = {name: call.arguments.get(name) for name in names}
+        outputs: list[Tensor] = []
+        for tokens in batch.groups.tokens:
+            for name, value in flat.items():
+                if value is not None:
+                    call.arguments[name] = _rows_of_documents(value, tokens, dim)
+            output = own(*call.args, **call.kwargs)
+            mixed = output[0] if isinstance(output, tuple) else output
+            outputs.append(mixed.movedim(0, dim - 1).flatten(dim - 1, dim))
+        together = torch.cat(outputs, dim=dim - 1)
+        mixed = together.index_select(dim - 1, batch.groups.places)[None]
+        return (mixed, None) if isinstance(output, tuple) else mixed
+
+    return scan
+
+
+def _rows_of_documents(value: Tensor, tokens: Tensor, dim: int) -> Tensor:
+    """Return a document a row, from one row of T tokens; `tokens` (documents, width)."""
+    rows = value.index_select(dim, tokens.flatten()).unflatten(dim, tokens.shape)
+    return rows.squeeze(0).movedim(dim - 1, 0)
+
+
+# Names by which the mixers of transformers call their kernels
+KERNELS: dict[str, Callable[[Kernel], Kernel]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": partial(_delta_rule, name="chunk_gated_delta_rule"),
+    "chunk_kimi_delta_attention": partial(_delta_rule, name="chunk_kda"),
+    "mamba2_chunk_scan": _mamba2_scan,
+    "mamba2_split_conv1d_scan_combined": _not_available,
+    # inputs and steps (1, C, T), B and C (1, S, T)
+    "mamba_selective_scan": partial(
+        _in_groups, names=("hidden_states", "dt", "B", "C", "z"), dim=2
+    ),
+    "mamba_inner_fn": _not_available,
+}
 
 # What a layer tells attention about documents. A mixer's own code that reads them would reset
 # where it should not, or reset one of its two states.
@@ -36,7 +277,7 @@ class MixerState:
     """How one mixer runs: set on its module as `mixer_state`."""
 
     packed: PackedDocuments
-    fast: Forward | None  # its own forward method with the functions of `kernels`
+    fast: Forward | None  # its own forward method with the functions of KERNELS
 
 
 def install_mixer(module: nn.Module, packed: PackedDocuments, is_fast: bool = True) -> None:

@@ -32,8 +32,7 @@ from sft_play.models.fast.documents import (
     PackedDocuments,
     watch_documents,
 )
-from sft_play.models.fast.mixers.forward import LEFT_OUT, forward_packed, install_mixer
-from sft_play.models.fast.mixers.kernels import rebound
+from sft_play.models.fast.mixers.forward import LEFT_OUT, forward_packed, install_mixer, rebound
 from sft_play.models.fast.norms.install import install_gated_norms
 from sft_play.models.fast.proof import Forward, Trial
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
