@@ -17,7 +17,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,10 @@ from sft_play.models.fast.differences import Choices, Result, difference
 from sft_play.models.fast.documents import forward_by_document
 from sft_play.models.fast.recognize import MISFITS
 from sft_play.models.fast.record import of_any_rank, prove_once
+from sft_play.models.fast.reference_copies import Part, in_float32
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.sharding import shallow_copy
-from sft_play.models.unpacked import in_float32
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
@@ -49,27 +49,6 @@ Forward = Callable[..., Any]  # a forward method: its first argument is the modu
 
 ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible next to the base weight's
 VECTOR_STD = 0.1  # added to weights of norms and to biases, which are all ones or zeros at first
-
-
-Taker = Callable[[Tensor], Tensor]  # from a gradient of the whole that of a part
-
-
-class Part(NamedTuple):
-    """What the own code of a module runs, if the whole would take too much memory."""
-
-    module: nn.Module
-    call: Call
-    fused_call: Call  # of the whole module
-    takers: dict[str, Taker]  # by parameter
-
-    def of_whole(self, result: "Result") -> "Result":
-        """Return what the whole module computed, as the part has it."""
-        tensors = dict(result.tensors)
-        for name, take in self.takers.items():
-            gradient = tensors.get(f"gradient of {name}")
-            if gradient is not None:
-                tensors[f"gradient of {name}"] = take(gradient)
-        return result._replace(tensors=tensors)
 
 
 def prove(
@@ -132,6 +111,8 @@ def _why_not_proved(
     if sample is None:
         return "no token of the proof reached it"
     module = sample.module
+    if setup.divides_weights:
+        part_of = None
     # if both are called in one way, a token's result does not depend on its document, but it may
     # depend on its row, of which the packed batch has one
     mixes_tokens = fused_call is not None
@@ -148,31 +129,36 @@ def _why_not_proved(
                 comparable(module),
             ):
                 module.train()
-                part = Part(module, call, given, {})
-                if part_of is not None and not setup.divides_weights:
-                    part = part_of(module, call) or part
-                trial = Trial(part.module, part.call, setup.process, mixes_tokens, errors)
+                part = None if part_of is None else part_of(module, call)
+                trial = Trial(module, call, setup.process, mixes_tokens, errors)
                 # its own code may see across documents, if the model gives it no mask of them
                 lengths = None
                 if mixes_tokens and batch == PACKED:
                     lengths = inputs.documents.boundaries.diff().tolist()
-                where = _where_different(trial, replace(trial, module=module), fused, part, lengths)
+                where = _where_different(trial, given, fused, part, lengths)
         if where is not None:
             return f"{type(module).__name__} {where}"
     return None
 
 
 def _where_different(
-    trial: "Trial", whole: "Trial", fused: Forward, part: Part, documents: list[int] | None
+    whole: "Trial", given: Call, fused: Forward, part: Part | None, documents: list[int] | None
 ) -> str | None:
-    """Return where a module's fused code differs from its own, as text.
+    """Return where a module's fused code, called as `given`, differs from its own, as text.
 
-    Its own code, of the part, may also be run on each of `documents` alone, which are lengths.
+    Its own code runs on the part if there is one. It may also be run on each of `documents` alone,
+    which are lengths.
     """
-    agreed = functools.partial(of_any_rank, whole.module, trial.process)
+    agreed = functools.partial(of_any_rank, whole.module, whole.process)
+    trial = whole
+    if part is not None:
+        trial = replace(whole, module=part.module, call=part.call)
+        given = part.whole_call
     own = trial.run(own_code)
     try:
-        computed = part.of_whole(whole.run(fused, part.fused_call, own.choices))
+        computed = whole.run(fused, given, own.choices)
+        if part is not None:
+            computed = part.of_whole(computed)
     except torch.OutOfMemoryError:  # its own code would need as much or more
         raise
     except MISFITS as error:

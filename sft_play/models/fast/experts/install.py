@@ -19,7 +19,6 @@ from sft_play.models.experts import (
     weight_of,
 )
 from sft_play.models.fast.experts.function import FrozenExperts, LoraExpertsFunction, gate_of
-from sft_play.models.fast.experts.part import few_experts
 from sft_play.models.fast.experts.products import ExpertLinear, sort_by_expert
 from sft_play.models.fast.linears.lora import (
     active_adapters,
@@ -27,6 +26,7 @@ from sft_play.models.fast.linears.lora import (
     why_hooked,
 )
 from sft_play.models.fast.proof import prove
+from sft_play.models.fast.reference_copies import few_experts
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
 from sft_play.models.partitioned import is_missing
 from sft_play.plan.fast import ZERO_3

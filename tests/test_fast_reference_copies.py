@@ -1,4 +1,4 @@
-"""sft_play.models.fast.experts.part: the own code of a few experts stands for that of all."""
+"""sft_play.models.fast.reference_copies: the own code of a few experts stands for that of all."""
 
 from collections.abc import Callable
 
@@ -15,11 +15,13 @@ from sft_play.config.schema import Config
 from sft_play.models import mxfp4
 from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import expert_weights, find_experts, unwrap
+from sft_play.models.fast import reference_copies
 from sft_play.models.fast.capture import Call
 from sft_play.models.fast.differences import relative_error
-from sft_play.models.fast.experts import function, install, part
+from sft_play.models.fast.experts import function, install
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.fast.proof import Part, Trial, own_code
+from sft_play.models.fast.proof import Trial, own_code
+from sft_play.models.fast.reference_copies import Part
 from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
@@ -28,7 +30,7 @@ EXPERTS, FEW, TOKENS = 6, 4, 40
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr(part, "PROVEN_EXPERTS", FEW)
+    monkeypatch.setattr(reference_copies, "PROVEN_EXPERTS", FEW)
 
 
 def call_of(experts: nn.Module) -> Call:
@@ -42,7 +44,7 @@ def call_of(experts: nn.Module) -> Call:
 def check_part(experts: nn.Module, found: Part) -> None:
     """Assert that own code computes the same of a part as of the whole module."""
     own = Trial(found.module, found.call, CPU, mixes_tokens=False).run(own_code)
-    whole = Trial(experts, found.fused_call, CPU, mixes_tokens=False).run(own_code)
+    whole = Trial(experts, found.whole_call, CPU, mixes_tokens=False).run(own_code)
     of_whole = found.of_whole(whole)
     assert own.tensors.keys() == of_whole.tensors.keys()
     for name, expected in own.tensors.items():
@@ -53,8 +55,8 @@ def check_part(experts: nn.Module, found: Part) -> None:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_own_code_computes_the_same_of_a_few_experts(model_type):
     experts = some_experts(model_type)
-    found = part.few_experts(experts, call_of(experts))
-    ids = found.fused_call.args[1]
+    found = reference_copies.few_experts(experts, call_of(experts))
+    ids = found.whole_call.args[1]
     last = len(unwrap(experts)[1].down_proj) - 1
     assert set(ids.unique().tolist()) == {0, 1, last - 1, last}
     check_part(experts, found)
@@ -73,7 +75,7 @@ def test_experts_in_4_bits_are_unpacked():
         parametrize.register_parametrization(base, name, Unpacked(), unsafe=True)
     for wrapper in unwrap(experts)[0]:
         unpack_with_adapter(wrapper)
-    found = part.few_experts(experts, call_of(experts))
+    found = reference_copies.few_experts(experts, call_of(experts))
     assert not any(hasattr(weight, "quant_state") for weight in found.module.parameters())
     check_part(experts, found)
     assert base.down_proj.shape == base.parametrizations.down_proj.original.quant_state.shape
@@ -87,9 +89,9 @@ class Unpacked(nn.Module):
 
 
 def test_all_experts_are_run_where_there_are_few(monkeypatch):
-    monkeypatch.setattr(part, "PROVEN_EXPERTS", EXPERTS)
+    monkeypatch.setattr(reference_copies, "PROVEN_EXPERTS", EXPERTS)
     experts = some_experts("mixtral")
-    assert part.few_experts(experts, call_of(experts)) is None
+    assert reference_copies.few_experts(experts, call_of(experts)) is None
 
 
 def dead(original: Callable) -> Callable:
@@ -115,7 +117,7 @@ def start(model_type: str) -> tuple[nn.Module, FusedKernels]:
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_a_start_proves_a_few_and_finds_a_mistake(model_type, monkeypatch):
     found: list[Part | None] = []
-    original = part.few_experts
+    original = reference_copies.few_experts
     monkeypatch.setattr(
         install, "few_experts", lambda *given: found.append(original(*given)) or found[-1]
     )

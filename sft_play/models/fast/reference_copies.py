@@ -1,0 +1,155 @@
+"""A few experts of a module, in place of all, for the module's own code in a proof.
+
+Own code unpacks and adapts the matrices of every expert, several times over: 12 GiB for a layer of
+gpt-oss-120b. So the tokens of a proof are sent to the first and the last experts. The fused code
+runs them in the whole module, and the own code in a copy that has no others.
+
+Legend: E experts, r rank of an adapter.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from bitsandbytes.nn import Linear4bit
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from sft_play.models.bnb import unpack
+from sft_play.models.experts import (
+    SharedParamWrapper,
+    packed_weight,
+    ranks_of_experts,
+    true_shape,
+    unwrap,
+    weight_of,
+)
+from sft_play.models.fast.capture import Call
+from sft_play.models.fast.differences import Result
+from sft_play.models.fast.linears import four_bit
+from sft_play.models.float8.linear import Float8Linear
+from sft_play.plan.fast import PROVEN_EXPERTS
+
+
+class Part(NamedTuple):
+    """What the own code of a module runs, if the whole would take too much memory."""
+
+    module: nn.Module
+    call: Call
+    whole_call: Call  # of the whole module, which the fused code runs
+    take: Callable[[str, Tensor], Tensor]  # the part of lora_A (E r, in) or lora_B (out, r E)
+
+    def of_whole(self, result: Result) -> Result:
+        """Return what the whole module computed, as the part has it."""
+        tensors = dict(result.tensors)
+        for name, gradient in tensors.items():
+            if "lora_" in name and gradient is not None:
+                tensors[name] = self.take(name, gradient)
+        return result._replace(tensors=tensors)
+
+
+def few_experts(module: nn.Module, call: Call) -> Part | None:
+    """Return a copy that has PROVEN_EXPERTS, and how to call it; None if all of them run.
+
+    They do if a module has no more, and if ranks share its experts.
+    """
+    wrappers, experts = unwrap(module)
+    count = true_shape(weight_of(experts, "down_proj"))[0]
+    if count <= PROVEN_EXPERTS or ranks_of_experts(module) > 1 or len(call.args) != 3:
+        return None
+    x, choices, weights = call.args
+    side = PROVEN_EXPERTS // 2
+    chosen = torch.tensor([*range(side), *range(count - side, count)], device=choices.device)
+    places = choices % PROVEN_EXPERTS
+
+    def take(name: str, factor: Tensor) -> Tensor:
+        if isinstance(wrappers[name.count("base_layer.")], SharedParamWrapper):
+            return factor.clone()
+        if "lora_A" in name:
+            return factor.unflatten(0, (count, -1))[chosen].flatten(0, 1)
+        return factor.unflatten(1, (-1, count))[..., chosen].flatten(1)
+
+    memo = {}  # by the identity of a parameter, what stands for it in the copy
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            few = take(name, parameter) if "lora_" in name else _few_of(parameter, chosen, count)
+            memo[id(parameter)] = nn.Parameter(few, parameter.requires_grad)
+    return Part(
+        _copied(module, memo),
+        call._replace(args=(x, places, weights)),
+        call._replace(args=(x, chosen[places], weights)),
+        take,
+    )
+
+
+def _few_of(parameter: nn.Parameter, chosen: Tensor, count: int) -> Tensor:
+    """Return the chosen experts of a weight or bias, in full if it is packed."""
+    if true_shape(parameter)[0] != count:
+        return parameter.clone()
+    if not hasattr(parameter, "quant_state"):
+        return parameter[chosen]
+    lines = four_bit.lines_of(parameter) if parameter.is_cuda else None
+    if lines is None:
+        return four_bit.unpack(parameter)[chosen]
+    stored = [lines.unpack(parameter, slice(each, each + 1)) for each in chosen.tolist()]
+    few = torch.cat(stored)
+    return few.transpose(1, 2) if lines.is_turned else few
+
+
+def _copied(module: nn.Module, memo: dict[int, nn.Parameter]) -> nn.Module:
+    """Return a copy of experts and their adapters with other parameters."""
+    own = unwrap(module)[1]
+    in_full = {name: memo[id(packed_weight(own, name))] for name in own_packed(own)}
+    copied = copy.deepcopy(module, memo)
+    wrappers, experts = unwrap(copied)
+    make_plain(experts, in_full)
+    for child in (*wrappers, experts):
+        vars(child).pop("_activate_lora", None)  # of `unpack_with_adapter`
+        if not isinstance(child, SharedParamWrapper):
+            child.num_experts = PROVEN_EXPERTS
+    return copied
+
+
+@torch.no_grad()
+def in_float32(module: nn.Module) -> nn.Module:
+    """Return a copy of a module, which may have adapters, with every weight in float32.
+
+    4-bit weights are unpacked: those of experts, and those of linear layers. So are float8 ones.
+    """
+    copied = copy.deepcopy(module)
+    for child in list(copied.modules()):
+        make_plain(child, {name: getattr(child, name).float() for name in own_packed(child)})
+        vars(child).pop("_activate_lora", None)  # of `unpack_with_adapter`
+        for name, linear in child.named_children():
+            if isinstance(linear, Linear4bit):
+                weight = unpack(linear.weight).float()
+            elif isinstance(linear, Float8Linear):
+                weight = linear.dequantized_weight(torch.float32)
+            else:
+                continue
+            plain = nn.Linear(linear.in_features, linear.out_features, device="meta")
+            plain.weight = nn.Parameter(weight, requires_grad=False)
+            plain.bias = linear.bias
+            setattr(child, name, plain)
+    return copied.float()
+
+
+def own_packed(module: nn.Module) -> list[str]:
+    """Return the names of a module's packed parameters."""
+    names = getattr(module, "parametrizations", ())
+    return [name for name in names if packed_weight(module, name) is not None]
+
+
+def make_plain(copied: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Give the copy of a module plain parameters in place of its packed ones, by their names.
+
+    torch's own function would take the names from the module's class, which is that of the copied
+    module too.
+    """
+    if not weights:
+        return
+    copied.__class__ = parametrize.type_before_parametrizations(copied)
+    del copied.parametrizations
+    for name, weight in weights.items():
+        copied.register_parameter(name, nn.Parameter(weight, requires_grad=False))
