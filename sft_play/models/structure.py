@@ -11,7 +11,7 @@ import select
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,7 +43,6 @@ UNBUILDABLE = (
 PIP_INSTALL = re.compile(r"`pip install ([^`]+)`")
 IDLE_SECONDS = 5.0
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-LISTED_EXPERT = re.compile(r"(.*experts)\.\d+(?=\.|$)")
 # What config.json calls the experts that a token meets
 ACTIVE_EXPERTS = (
     "num_experts_per_tok",
@@ -113,31 +112,15 @@ def _missing_package(error: Exception) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Experts:
-    """The experts of one layer."""
-
-    count: int
-    active: int  # that a token meets
-
-
-@dataclass(frozen=True)
 class _Matrix:
     """One matrix of a model, or all the experts of a layer in one parameter."""
 
     name: str
     inputs: int
     outputs: int
-    experts: _Experts | None = None
+    layer: int | None  # the number of its decoder layer
+    experts: int = 1  # of its layer, if it is one of them
     is_stacked: bool = False
-
-
-@dataclass
-class _Found:
-    """Matrices of one kind while they are counted."""
-
-    first: _Matrix
-    count: int = 0
-    layers: set[int] = field(default_factory=set)
 
 
 class _Modules:
@@ -148,46 +131,44 @@ class _Modules:
         self.config = model.config.get_text_config()
         self.layers = decoder_layers(model)
         self.layer_numbers: dict[nn.Module, int] = {}
-        self.list_lengths: dict[str, int] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, nn.ModuleList):
-                self.list_lengths[name] = len(module)
+        for number, layer in enumerate(self.layers):
+            self.layer_numbers.update(dict.fromkeys(layer.modules(), number))
         stacked = expert_weights(model)
         self.stacked = {weight.name for weight in stacked}
-        self.experts_in: dict[nn.Module, int] = {}
-        for weight in stacked:
-            self.experts_in[model.get_submodule(weight.module_name)] = weight.experts
+        # the experts of a layer, by each module that is one of them or has all
+        self.experts = {model.get_submodule(each.module_name): each.experts for each in stacked}
+        self.listed: set[nn.Module] = set()
+        for name, modules in model.named_modules():
+            if isinstance(modules, nn.ModuleList) and name.endswith("experts"):
+                inside = {part for expert in modules for part in expert.modules()}
+                self.listed |= inside
+                self.experts.update(dict.fromkeys(inside, len(modules)))
         targets = choose_targets(model, LoraSection())
         self.adapted = {*targets.linears, *(weight.name for weight in targets.experts)}
         self.quantized = (set(linear_names(model)) - unquantized_linears(model)) | self.stacked
-        for number, layer in enumerate(self.layers):
-            self.layer_numbers.update(dict.fromkeys(layer.modules(), number))
 
     def matrices(self) -> tuple[MatrixKind, ...]:
         """Return the kinds of matrices, in the order of the model; embedding and head are none."""
-        found: dict[tuple[str, int, int], _Found] = {}
+        found: dict[tuple[str, int, int], list[_Matrix]] = {}
         left_out = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         for name, module in text_modules(self.model):
             if any(module is matrix for matrix in left_out):
                 continue
             for matrix in self._matrices_of(name, module):
                 key = (NUMBER.sub("*", matrix.name), matrix.inputs, matrix.outputs)
-                kind = found.setdefault(key, _Found(matrix))
-                kind.count += 1
-                if module in self.layer_numbers:
-                    kind.layers.add(self.layer_numbers[module])
-        return tuple(self._kind(name, kind) for (name, _, _), kind in found.items())
+                found.setdefault(key, []).append(matrix)
+        return tuple(self._kind(name, alike) for (name, _, _), alike in found.items())
 
     def unmet_parameters(self) -> int:
         """Return the parameters of experts, biases too, that a token does not meet."""
         unmet = 0
-        for name, module in text_modules(self.model):
-            experts = self._experts_of(name, module)
-            if experts is None:
+        for _, module in text_modules(self.model):
+            count = self.experts.get(module, 1)
+            if count == 1:
                 continue
             for parameter in module.parameters(recurse=False):
-                if LISTED_EXPERT.match(name) or parameter.shape[0] == experts.count:
-                    unmet += parameter.numel() * (experts.count - experts.active) // experts.count
+                if module in self.listed or parameter.shape[0] == count:
+                    unmet += parameter.numel() * (count - self._active(count)) // count
         return unmet
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -202,12 +183,12 @@ class _Modules:
         window = None
         is_recurrent = False
         has_experts = False
-        for name, module in self.layers[number].named_modules():
+        for module in self.layers[number].modules():
             if _is_attention(module):
                 query_features, kv_features = _attention_features(module)
                 window = self._window(module, number)
             is_recurrent |= hasattr(module, "A_log") or isinstance(module, nn.Conv1d)
-            has_experts |= self._experts_of(name, module) is not None
+            has_experts |= self.experts.get(module, 1) > 1
         return query_features, kv_features, window, is_recurrent, has_experts
 
     def _window(self, attention: nn.Module, number: int) -> int | None:
@@ -221,12 +202,6 @@ class _Modules:
             window = getattr(self.config, "attention_chunk_size", None)
         return window if isinstance(window, int) and window > 0 else None
 
-    def _experts_of(self, name: str, module: nn.Module) -> _Experts | None:
-        """Return the experts that a module holds or is a part of, None for any other module."""
-        listed = LISTED_EXPERT.match(name)
-        count = self.list_lengths[listed[1]] if listed else self.experts_in.get(module, 0)
-        return _Experts(count, self._active(count)) if count > 1 else None
-
     def _active(self, experts: int) -> int:
         """Return how many of the experts a token meets: all, if the config names no number."""
         for name in ACTIVE_EXPERTS:
@@ -237,39 +212,39 @@ class _Modules:
 
     def _matrices_of(self, name: str, module: nn.Module) -> Iterator[_Matrix]:
         """Yield the matrices that a module holds itself."""
-        experts = self._experts_of(name, module)
+        layer = self.layer_numbers.get(module)
+        experts = self.experts.get(module, 1)
         if isinstance(module, nn.Linear):
-            yield _Matrix(name, module.in_features, module.out_features, experts)
+            yield _Matrix(name, module.in_features, module.out_features, layer, experts)
         elif isinstance(module, Conv1D):
-            yield _Matrix(name, module.nx, module.nf, experts)
-        elif module in self.layer_numbers and not isinstance(module, nn.Embedding):
+            yield _Matrix(name, module.nx, module.nf, layer, experts)
+        elif layer is not None and not isinstance(module, nn.Embedding):
             for own_name, parameter in module.named_parameters(recurse=False):
                 full_name = f"{name}.{own_name}"
                 if full_name in self.stacked:
                     outputs, inputs = parameter.shape[1:]
                     if getattr(module, "is_transposed", False):
                         inputs, outputs = outputs, inputs
-                    yield _Matrix(full_name, inputs, outputs, experts, is_stacked=True)
+                    yield _Matrix(full_name, inputs, outputs, layer, experts, is_stacked=True)
                 elif parameter.ndim == 2 and own_name == "weight":  # a router
                     outputs, inputs = parameter.shape
-                    yield _Matrix(name, inputs, outputs)
+                    yield _Matrix(name, inputs, outputs, layer)
 
-    def _kind(self, name: str, found: _Found) -> MatrixKind:
-        matrix = found.first
-        experts = matrix.experts or _Experts(1, 1)
-        layers = tuple(sorted(found.layers))
+    def _kind(self, name: str, alike: list[_Matrix]) -> MatrixKind:
+        first = alike[0]
+        layers = sorted({each.layer for each in alike if each.layer is not None})
         is_in_all_layers = len(layers) == len(self.layers)
         return MatrixKind(
             name=name,
-            inputs=matrix.inputs,
-            outputs=matrix.outputs,
-            count=found.count if matrix.is_stacked else found.count // experts.count,
-            layers=layers if layers and not is_in_all_layers else None,
-            experts=experts.count,
-            active=experts.active,
-            is_adapted=matrix.name in self.adapted,
-            is_quantized=matrix.name in self.quantized,
-            is_stacked=matrix.is_stacked,
+            inputs=first.inputs,
+            outputs=first.outputs,
+            count=len(alike) if first.is_stacked else len(alike) // first.experts,
+            layers=tuple(layers) if layers and not is_in_all_layers else None,
+            experts=first.experts,
+            active=self._active(first.experts),
+            is_adapted=first.name in self.adapted,
+            is_quantized=first.name in self.quantized,
+            is_stacked=first.is_stacked,
         )
 
 
