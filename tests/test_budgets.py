@@ -35,7 +35,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 10_890,
-    "commands": 21_040,
+    "commands": 21_010,
     "compat": 1_270,
     "config": 24_100,
     "data": 69_200,
@@ -50,7 +50,7 @@ TOKENS = {
     "training": 46_950,
 }
 FILES = 341
-FUNCTIONS = 4_019
+FUNCTIONS = 4_018
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 890
 CALLED_FUNCTIONS = 80

@@ -206,14 +206,14 @@ def push(call: Call) -> list[str]:
 
     Raises: ConfigError, CheckpointError for a damaged folder, EnvironmentFault.
     """
-    run = use.chosen_run(call)
-    with use.used_alone(run):
-        return _push(call, chosen_export(call, run))
+    import httpx
+    from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
 
-
-def _push(call: Call, folder: Path) -> list[str]:
     from sft_play.reporting.model_card import HUB_ID
 
+    run = use.chosen_run(call)
+    folder = chosen_export(call, run)
     words = call.words
     repo = words.text("REPO")
     is_public = words.choice("PUBLIC", ("0", "1")) == "1"
@@ -222,33 +222,32 @@ def _push(call: Call, folder: Path) -> list[str]:
     elif not HUB_ID.fullmatch(repo):
         words.problems.append(f"REPO={repo}: write owner/name, such as REPO=name/model")
     refuse(words.problems)
-    damage = seal.find_damage(folder)
-    if damage is not None:
-        raise CheckpointError(f"{folder}: {damage}; make export writes it again")
-    import httpx
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError
-
-    if get_token() is None:
-        raise EnvironmentFault(f"REPO={repo}: no token of the hub; type hf auth login")
-    api = HfApi()
-    key = words.text("SIGN")
-    signature = None if key is None else sign(folder, key)
-    try:
-        found = api.create_repo(repo, private=not is_public, exist_ok=True)
-        if not is_public and not api.repo_info(repo).private:
-            raise ConfigError(f"REPO={repo} is public; type PUBLIC=1 if that is intended")
-        message = f"{folder.name} of run {folder.parent.parent.name}"
-        done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
-        if signature is not None:
-            done = api.upload_file(repo_id=repo, path_or_fileobj=signature, path_in_repo=SIGNATURE)
-    except HfHubHTTPError as error:
-        raise EnvironmentFault(f"REPO={repo}: the hub refuses ({first_line(error)})") from None
-    except (ConnectionError, TimeoutError, httpx.HTTPError) as error:
-        raise EnvironmentFault(
-            f"REPO={repo}: the hub cannot be reached ({first_line(error)}); the same command "
-            "resumes the upload"
-        ) from None
+    with use.used_alone(run):
+        damage = seal.find_damage(folder)
+        if damage is not None:
+            raise CheckpointError(f"{folder}: {damage}; make export writes it again")
+        if get_token() is None:
+            raise EnvironmentFault(f"REPO={repo}: no token of the hub; type hf auth login")
+        api = HfApi()
+        key = words.text("SIGN")
+        signature = None if key is None else sign(folder, key)
+        try:
+            found = api.create_repo(repo, private=not is_public, exist_ok=True)
+            if not is_public and not api.repo_info(repo).private:
+                raise ConfigError(f"REPO={repo} is public; type PUBLIC=1 if that is intended")
+            message = f"{folder.name} of run {folder.parent.parent.name}"
+            done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+            if signature is not None:
+                done = api.upload_file(
+                    repo_id=repo, path_or_fileobj=signature, path_in_repo=SIGNATURE
+                )
+        except HfHubHTTPError as error:
+            raise EnvironmentFault(f"REPO={repo}: the hub refuses ({first_line(error)})") from None
+        except (ConnectionError, TimeoutError, httpx.HTTPError) as error:
+            raise EnvironmentFault(
+                f"REPO={repo}: the hub cannot be reached ({first_line(error)}); the same command "
+                "resumes the upload"
+            ) from None
     kind = "public" if is_public else "private"
     return [f"pushed {folder} to {found} ({kind}, commit {done.oid[:12]})"]
 
