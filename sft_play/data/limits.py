@@ -94,10 +94,10 @@ def refuse_endless(
 
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise RuntimeError for a panic of Rust, which is no Exception."""
+    """Raise RuntimeError for what `tokenizers` raises: a plain Exception, or a panic of Rust."""
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error).__name__ not in ("Exception", "PanicException"):
             raise
         raise RuntimeError(first_line(error)) from error

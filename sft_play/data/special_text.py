@@ -131,7 +131,7 @@ class SpecialText:
         try:
             with panics_as_errors():
                 renamed = Tokenizer.from_str(json.dumps(facts))
-        except Exception as error:  # the library raises no other class
+        except RuntimeError as error:
             raise RenderError(UNREADABLE.format(f"its tokens ({first_line(error)})")) from error
         for token, name in names.items():
             if renamed.token_to_id(name) != self._backend.token_to_id(token):
@@ -187,7 +187,7 @@ def encode(
     try:
         with panics_as_errors():
             found = tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-    except Exception as error:  # the library raises no other class
+    except RuntimeError as error:
         raise DataError(f"the tokenizer fails ({first_line(error)}); {TOKENIZER_REMEDY}") from error
     return [encoding.ids for encoding in found]
 

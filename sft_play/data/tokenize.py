@@ -309,9 +309,8 @@ def tokenize_tasks(
                 "a process that tokenized rows was killed, most likely for memory; "
                 "free some, or split the file"
             ) from None
-        except BaseException:  # a task may take long, and the user does not wait for it
-            for process in multiprocessing.active_children():
-                process.kill()
-            raise
         finally:
+            if in_flight:  # a task may take long, and the user does not wait for it
+                for process in multiprocessing.active_children():
+                    process.kill()
             pool.shutdown(cancel_futures=True)

@@ -128,7 +128,7 @@ def _serve(reading: int) -> NoReturn:
                 del os.environ[name]
             runpy.run_path(str(SCRIPT))["answer"](asked, answered)
         code = 0
-    except BaseException:  # noqa: BLE001 - it is printed, and the process ends
-        traceback.print_exc()
     finally:
+        if code:
+            traceback.print_exc()
         os._exit(code)
