@@ -43,7 +43,7 @@ TOKENS = {
     "inference": 18_750,
     "models": 112_100,
     "monitor": 7_880,
-    "notebooks": 13_610,
+    "notebooks": 13_580,
     "plan": 48_750,
     "reporting": 10_690,
     "runs": 14_980,

@@ -251,8 +251,7 @@ def _refuse_failed(children: Sequence[subprocess.Popen], command: str) -> None:
 def _end(children: Sequence[subprocess.Popen]) -> None:
     """End the processes that still run."""
     for child in children:
-        if child.poll() is None:
-            child.terminate()
+        child.terminate()
     for child in children:
         try:
             child.wait(SECONDS_TO_END)

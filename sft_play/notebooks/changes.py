@@ -38,7 +38,7 @@ class Changes:
         lines = textwrap.indent(text, place.indent).replace("\n", code.newline)
         self.replace(code, place.offset, place.offset, lines)
 
-    def note(self, sort: str, where: Code | Found | None, text: str) -> None:
+    def note(self, sort: str, text: str, where: Code | Found | None = None) -> None:
         """Add a sentence to the report; `where` is None if it is about the whole notebook."""
         self.notes.append(Note(sort, where and where.number, text))
 

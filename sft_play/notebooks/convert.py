@@ -111,7 +111,7 @@ def convert(document: Document) -> Conversion:
     notebook = Notebook(document)
     changes = Changes()
     for problem in document.problems:
-        changes.look(None, problem)
+        changes.look(problem)
     convert_cells(notebook, changes)
     sources = changes.sources()
     return Conversion(document.with_sources(sources), changes.report(), frozenset(sources))
@@ -120,7 +120,7 @@ def convert(document: Document) -> Conversion:
 def convert_cells(notebook: Notebook, changes: Changes) -> None:
     """Edit every cell, and say what a person must look at."""
     if notebook.kind in ABOUT_KIND:
-        changes.look(None, ABOUT_KIND[notebook.kind])
+        changes.look(ABOUT_KIND[notebook.kind])
     _look_at_unread_cells(notebook, changes)
     if notebook.kind in (Kind.NOTHING, Kind.EMBEDDINGS):
         return
@@ -129,7 +129,7 @@ def convert_cells(notebook: Notebook, changes: Changes) -> None:
         if load in notebook.training_loads:
             _add_device_map(load, changes)
         elif load.argument("device_map") is None:
-            changes.look(load, "loads a model after training, for inference; left as it is")
+            changes.look("loads a model after training, for inference; left as it is", load)
     convert_statistics(notebook, changes)
     _add_banner(notebook, changes)
     for code in notebook.parsed:
@@ -140,9 +140,9 @@ def _look_at_unread_cells(notebook: Notebook, changes: Changes) -> None:
     """Name each code cell, or magic line, that is not read as Python and may matter."""
     for code in notebook.codes:
         if code.tree is None and any(word in code.source for word in RELEVANT):
-            changes.look(code, f"left as it is, because it is not read as Python ({code.problem})")
+            changes.look(f"left as it is, because it is not read as Python ({code.problem})", code)
         elif words := [word for word in RELEVANT if word in code.magics]:
-            changes.look(code, f"a magic line with {', '.join(words)} is left as it is")
+            changes.look(f"a magic line with {', '.join(words)} is left as it is", code)
 
 
 def _look_at_devices(notebook: Notebook, changes: Changes) -> None:
@@ -158,9 +158,9 @@ def _look_at_devices(notebook: Notebook, changes: Changes) -> None:
         sets.append((found.code, getattr(found.argument("key", 0), "value", None)))
     for code, name in sets:
         if name in VARIABLES:
-            changes.look(code, f"sets {name}: {VARIABLES[name]}")
+            changes.look(f"sets {name}: {VARIABLES[name]}", code)
     for found in notebook.functions(CALLS):
-        changes.look(found, f"calls {found.name}: {CALLS[found.name]}")
+        changes.look(f"calls {found.name}: {CALLS[found.name]}", found)
 
 
 def _add_device_map(load: Found, changes: Changes) -> None:
@@ -168,27 +168,27 @@ def _add_device_map(load: Found, changes: Changes) -> None:
     given, vllm = load.argument(VARIABLE), load.argument("fast_inference")
     if given is not None and variable(given) != VARIABLE:
         changes.look(
-            load,
             f"the load has device_map={load.code.text(given)} of its own, which is kept; "
             "'balanced' would split the model evenly",
+            load,
         )
     elif load.names_device_map:
-        changes.kept(load, "the load has a device_map already")
+        changes.kept("the load has a device_map already", load)
     elif load.argument(None) is not None:
         changes.look(
-            load,
             f"{load.owner}.from_pretrained: `**` takes keywords from a mapping: add device_map to "
             "it by hand",
+            load,
         )
     elif vllm is not None and getattr(vllm, "value", True):
         changes.look(
-            load,
             "fast_inference=True starts vLLM, which takes no device_map: the load is unchanged",
+            load,
         )
     else:
         changes.insert_before(load.code, load.call, DETECTION)
         add_argument(load, ARGUMENT, changes)
-        changes.changed(load, f"counts the GPUs, and {load.owner}.from_pretrained gets device_map")
+        changes.changed(f"counts the GPUs, and {load.owner}.from_pretrained gets device_map", load)
 
 
 def add_argument(found: Found, text: str, changes: Changes) -> None:
@@ -216,19 +216,19 @@ def _add_banner(notebook: Notebook, changes: Changes) -> None:
             continue
         attributes = {getattr(part, "attr", None) for part in ast.walk(code.tree)}
         if attributes & {"n_gpu", "world_size"}:
-            changes.kept(code, "prints the effective batch size already")
+            changes.kept("prints the effective batch size already", code)
         else:
-            changes.look(code, ABOUT_BANNER)
+            changes.look(ABOUT_BANNER, code)
         return
     calls = [found for found in notebook.train_calls if found.trainer in notebook.trainer_names]
     calls = calls or notebook.train_calls
     if not calls:
         changes.look(
-            None, "no call of trainer.train() was found, so nothing prints the effective batch size"
+            "no call of trainer.train() was found, so nothing prints the effective batch size"
         )
     for found in {found.number: found for found in reversed(calls)}.values():  # first of a cell
         changes.insert_before(found.code, found.call, BANNER.format(trainer=found.trainer))
-        changes.changed(found, "prints the effective batch size before training")
+        changes.changed("prints the effective batch size before training", found)
 
 
 def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
@@ -237,7 +237,7 @@ def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
     inputs = [move for move in moves if not is_model(move)]
     if len(inputs) < len(moves):
         changes.look(
-            code, "moves a model with .to or .cuda, which a split model refuses; delete it"
+            "moves a model with .to or .cuda, which a split model refuses; delete it", code
         )
     if not inputs:
         return
@@ -254,7 +254,7 @@ def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
             end = code.span(move.call)[1]
             start = code.source.rindex("cuda", code.span(move.call.func.value)[1], end)
             changes.replace(code, start, end, f"to({name})")
-    changes.changed(code, f'inputs go to {name}, which is "cuda:0" or "cpu"')
+    changes.changed(f'inputs go to {name}, which is "cuda:0" or "cpu"', code)
 
 
 def moves_to_cuda(notebook: Notebook) -> list[Found]:

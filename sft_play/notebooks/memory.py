@@ -100,7 +100,7 @@ def convert_statistics(notebook: Notebook, changes: Changes) -> None:
         if not measures(code.tree):
             continue
         if covers_all_gpus(code):
-            changes.kept(code, "measures the memory of each GPU already")
+            changes.kept("measures the memory of each GPU already", code)
             continue
         known = {names.stats, names.start, names.most} if names else set()
         for run in _runs(code.tree, known):
@@ -111,7 +111,7 @@ def convert_statistics(notebook: Notebook, changes: Changes) -> None:
                 names = Names(held["stats"], held["used"], held["most"], held["measure"])
             if not (is_before or is_after) or not _can_be_indented(code, run):
                 changes.look(
-                    code, "measures the memory of one GPU in a way of its own, which is kept"
+                    "measures the memory of one GPU in a way of its own, which is kept", code
                 )
                 continue
             if is_after:
@@ -120,7 +120,7 @@ def convert_statistics(notebook: Notebook, changes: Changes) -> None:
             template = BEFORE if is_before else _after(run)
             _replace(changes, code, run, template.format(one=MARKER, **vars(names)))
             when = "before" if is_before else "after"
-            changes.changed(code, f"memory {when} training: of each GPU")
+            changes.changed(f"memory {when} training: of each GPU", code)
     if names is not None:
         _look_at_other_uses(notebook, changes, names, converted)
 
@@ -265,4 +265,4 @@ def _look_at_other_uses(
         used = {node.id for node in loaded} & lists
         if used and not covers_all_gpus(code):
             said = "a list on several GPUs, a number for each; see whether this cell takes one"
-            changes.look(code, f"uses {', '.join(sorted(used))}: {said}")
+            changes.look(f"uses {', '.join(sorted(used))}: {said}", code)

@@ -132,7 +132,7 @@ def _edit_for_script(notebook: Notebook, changes: Changes) -> None:
     last_code, last = _last_together(notebook)
     end = last_code.end_of_line(last_code.span(last)[1])
     changes.replace(last_code, end, end, f"\n{ALONE}".replace("\n", last_code.newline))
-    changes.changed(last_code, "all processes train; after it the first process continues alone")
+    changes.changed("all processes train; after it the first process continues alone", last_code)
 
 
 def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
@@ -142,13 +142,12 @@ def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
     """
     if not notebook.arguments:
         changes.look(
-            None,
             f"give the trainer's arguments {UNUSED}=False: no SFTConfig was found to add it to",
         )
     for found in notebook.arguments:
         if found.argument(UNUSED) is None:
             add_argument(found, f"{UNUSED} = False", changes)
-            changes.changed(found, f"the trainer's arguments get {UNUSED} = False")
+            changes.changed(f"the trainer's arguments get {UNUSED} = False", found)
 
 
 def _last_together(notebook: Notebook) -> tuple[Code, ast.stmt]:
@@ -179,23 +178,23 @@ def _look_at_notebook(notebook: Notebook, changes: Changes) -> None:
     for found in notebook.functions((*IN_NOTEBOOKS, *SAVES)):
         call = f"{found.name}()"
         if found.name in IN_NOTEBOOKS:
-            changes.look(found, f"{call} works in a notebook alone")
+            changes.look(f"{call} works in a notebook alone", found)
         elif found.number < last_code.number:
-            changes.look(found, f"{call} stands before the end of training, so every process saves")
+            changes.look(f"{call} stands before the end of training, so every process saves", found)
         else:
-            changes.kept(found, f"{call}, by the first process alone")
+            changes.kept(f"{call}, by the first process alone", found)
     for module, where in ONLY_IN_NOTEBOOKS.items():
         if module in notebook.modules:
-            changes.look(None, f"imports {module}, which {where}")
+            changes.look(f"imports {module}, which {where}")
     _look_at_batch(notebook, changes)
     for code in notebook.codes:
         problem = _why_no_script(code)
         if problem is not None:
-            changes.look(code, f"is a comment of the script: {problem}")
+            changes.look(f"is a comment of the script: {problem}", code)
         elif code.masked:
             changes.look(
-                code,
                 f"{len(code.masked)} line(s) of magics or of the shell are comments of the script",
+                code,
             )
 
 
@@ -211,7 +210,6 @@ def _look_at_batch(notebook: Notebook, changes: Changes) -> None:
         if isinstance(steps, int):
             counted = f"; max_steps = {steps} is kept, and counts updates"
     changes.look(
-        None,
         f"an update has {rows} for each process; divide gradient_accumulation_steps by their "
         f"number to keep the notebook's{counted}",
     )

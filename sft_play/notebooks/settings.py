@@ -79,13 +79,13 @@ class Carried(Changes):
         """Return the value of a setting, None if it was not found."""
         return self.lines[path].value if path in self.lines else None
 
-    def put(self, path: str, value: Any, where: Code | Found | None, word: str) -> None:
+    def put(self, path: str, value: Any, word: str, where: Code | Found | None = None) -> None:
         """Take a setting; a second, other value for it is named and not taken."""
         origin = word if where is None else f"cell {where.number}: {word}"
         first = self.lines.setdefault(path, Line(path, value, origin))
         if first.value != value:
             taken = f"{path} is {first.value!r} by {first.comment}"
-            self.look(where, f"{word} is not carried: {taken}")
+            self.look(f"{word} is not carried: {taken}", where)
 
     def take(self, where: Code | Found, name: str, value: Any) -> None:
         """Take a keyword's value, or say that it has no counterpart."""
@@ -93,15 +93,15 @@ class Carried(Changes):
         said = f"{name} = {value.text if isinstance(value, Unknown) else repr(value)}"
         if path is None:
             advice = f": {ADVICE[name]}" if name in ADVICE else ""
-            self.look(where, f"{said} has no setting here{advice}")
+            self.look(f"{said} has no setting here{advice}", where)
         elif isinstance(value, Unknown):
-            self.look(where, f"{said}, which only running tells: write {path}")
+            self.look(f"{said}, which only running tells: write {path}", where)
         else:
             adapted = adapt_value(path, value)
             if isinstance(adapted, Unknown):
-                self.look(where, f"{said} is not carried: {adapted.text}")
+                self.look(f"{said} is not carried: {adapted.text}", where)
             elif adapted is not None:
-                self.put(path, adapted, where, said)
+                self.put(path, adapted, said, where)
 
 
 def export(document: Document, data: str | None) -> tuple[str, list[str]]:
@@ -125,14 +125,14 @@ def export(document: Document, data: str | None) -> tuple[str, list[str]]:
         _take_keywords(carried, call)
     if not adapters and carried.value("tuning.mode") != "full":
         carried.look(
-            None, "adds no adapter, and trains adapters here; write tuning.mode: full to train all"
+            "adds no adapter, and trains adapters here; write tuning.mode: full to train all"
         )
     _take_later_values(carried)
     _agree(carried, has_adapters=bool(adapters))
     _look_at_choices(carried)
     _look_at_formatting(carried)
     _take_rows(carried, data)
-    carried.changed(None, f"{len(carried.lines)} settings carried")
+    carried.changed(f"{len(carried.lines)} settings carried")
     header = [
         f"Written by make convert-notebook from {document.path.name}.",
         "Numbers are the notebook's; docs/configuration.md lists all settings.",
@@ -149,13 +149,13 @@ def _take_load(carried: Carried, load: Found) -> None:
         plain = re.sub(r"^(unsloth/.*?)(-unsloth)?-bnb-4bit$", r"\1", name)
         if plain != name:
             carried.look(
-                load,
                 f"{name} holds 4-bit weights; qlora makes its own of {plain}: see that it is there",
+                load,
             )
-        carried.put("model.name", plain, load, "model_name")
+        carried.put("model.name", plain, "model_name", load)
     else:
         carried.look(
-            load, f"the model's name is {name.text}, which only running tells: write model.name"
+            f"the model's name is {name.text}, which only running tells: write model.name", load
         )
     bits = values.argument(load, "load_in_4bit")
     if load.argument("load_in_4bit") is None:
@@ -163,7 +163,7 @@ def _take_load(carried: Carried, load: Found) -> None:
     mode = "qlora" if bits is True else "lora"
     if values.argument(load, "full_finetuning") is True:
         mode = "full"
-    carried.put("tuning.mode", mode, load, f"load_in_4bit = {bits}, mode {mode}")
+    carried.put("tuning.mode", mode, f"load_in_4bit = {bits}, mode {mode}", load)
     _take_keywords(carried, load)
 
 
@@ -179,7 +179,7 @@ def _take_keywords(carried: Carried, found: Found) -> None:
         is_changed = any(owner == variable(keyword.value) for owner, _ in values.changed)
         if not unpacked or is_changed or not all(isinstance(name, str) for name in unpacked):
             name = found.owner if found.name == "from_pretrained" else found.name
-            carried.look(found, f"{name} takes keywords from a mapping, which are not read")
+            carried.look(f"{name} takes keywords from a mapping, which are not read", found)
             continue
         given |= {name: values.read(*written) for name, written in unpacked.items()}
     for name, value in given.items():
@@ -207,7 +207,7 @@ def _agree(carried: Carried, has_adapters: bool) -> None:
             del lines[path]
     elif has_adapters and "tuning.lora.alpha" not in lines:
         origin = "Unsloth's own, if the notebook names none"
-        carried.put("tuning.lora.alpha", UNSLOTH_ALPHA, None, origin)
+        carried.put("tuning.lora.alpha", UNSLOTH_ALPHA, origin)
     adapted, saved = "tuning.lora.target_modules", "tuning.lora.modules_to_save"
     targets = carried.value(adapted)
     whole = [name for name in targets if name in WHOLE_MODULES] if isinstance(targets, list) else []
@@ -217,11 +217,11 @@ def _agree(carried: Carried, has_adapters: bool) -> None:
         lines.setdefault(saved, Line(saved, whole, "trained whole, as Unsloth does"))
     options = "train.lr_scheduler_kwargs"
     if "train.lr_scheduler_type" not in lines and lines.pop(options, None) is not None:
-        carried.look(None, f"{options} is left out: it is of a schedule that is not carried")
+        carried.look(f"{options} is left out: it is of a schedule that is not carried")
     if carried.value("train.eval_strategy") in (None, "no"):
         for path in COMPARES_CHECKPOINTS:
             if lines.pop(path, None) is not None:
-                carried.look(None, f"{path} is left out: nothing is evaluated")
+                carried.look(f"{path} is left out: nothing is evaluated")
 
 
 def _look_at_choices(carried: Carried) -> None:
@@ -229,12 +229,11 @@ def _look_at_choices(carried: Carried) -> None:
     notebook, lines = carried.notebook, carried.lines
     for path, choice in CHOSEN_HERE.items():
         if path not in lines:
-            carried.look(None, f"the notebook does not set {path}: here {choice}")
+            carried.look(f"the notebook does not set {path}: here {choice}")
     if "train.epochs" in lines and "train.max_steps" in lines:
-        carried.look(None, "max_steps wins over num_train_epochs, as in the notebook")
+        carried.look("max_steps wins over num_train_epochs, as in the notebook")
     for name, base in notebook.own_trainers.items():
         carried.look(
-            None,
             f"{name} is a trainer of the notebook's own; what it changes of {base} is not carried",
         )
     batch, accumulation = carried.value("train.batch_size"), carried.value("train.grad_accum")
@@ -243,7 +242,6 @@ def _look_at_choices(carried: Carried) -> None:
     if batch is not None and accumulation is not None:
         rows = batch * accumulation
         carried.look(
-            None,
             f"an update has {batch} x {accumulation} = {rows} rows for each GPU; for {rows} on "
             f"any number of them write train.effective_batch_size: {rows} and train.grad_accum: "
             "auto",
@@ -251,10 +249,9 @@ def _look_at_choices(carried: Carried) -> None:
         seen = f", {(steps or 0) * rows} rows on one GPU"
     for call in notebook.train_calls:
         if call.argument("resume_from_checkpoint") is not None:
-            carried.look(call, "a checkpoint of the notebook is not resumed by a run of SFT-Play")
+            carried.look("a checkpoint of the notebook is not resumed by a run of SFT-Play", call)
     if steps is not None:
         carried.look(
-            None,
             f"max_steps = {steps} is kept: the run ends after {steps} updates{seen}; delete "
             f"train.max_steps for whole epochs",
         )
@@ -266,25 +263,24 @@ def _look_at_formatting(carried: Carried) -> None:
     for found in notebook.functions(["get_chat_template"])[:1]:
         node = found.argument("chat_template")
         template = "a template" if node is None else found.code.text(node)
-        carried.look(found, f"get_chat_template with {template}: {TEMPLATE}")
+        carried.look(f"get_chat_template with {template}: {TEMPLATE}", found)
     for found in notebook.methods("map"):
         if isinstance(found.argument("function", 0), ast.Name | ast.Lambda):
             carried.look(
-                found,
                 "rows are read as they are in the file, and the function of .map is not carried. "
                 "For rows of another shape, write DATA=",
+                found,
             )
             break
     for found in notebook.functions(RESHAPES):
         if found.owner is None:
-            carried.look(found, f"{found.name} is not carried: {TEMPLATE}")
+            carried.look(f"{found.name} is not carried: {TEMPLATE}", found)
     for code, node in notebook.nodes(ast.Attribute):
         if node.attr == "eos_token":
-            carried.look(code, f"a prompt of its own with EOS_TOKEN is not carried: {TEMPLATE}")
+            carried.look(f"a prompt of its own with EOS_TOKEN is not carried: {TEMPLATE}", code)
             break
     if not notebook.functions(["train_on_responses_only", "DataCollatorForCompletionOnlyLM"]):
         carried.look(
-            None,
             "the notebook trains on prompts too; here answers alone carry loss, but for rows of "
             "plain text",
         )
@@ -295,21 +291,21 @@ def _take_rows(carried: Carried, data: str | None) -> None:
     for split in carried.notebook.methods("train_test_split")[:1]:
         share = carried.values.argument(split, "test_size")
         if isinstance(share, float) and 0 < share < 0.5:
-            carried.put("data.val_size", share, split, f"test_size = {share}")
+            carried.put("data.val_size", share, f"test_size = {share}", split)
         else:
             carried.look(
-                split, "train_test_split is not carried: data.val_size is a share under 0.5"
+                "train_test_split is not carried: data.val_size is a share under 0.5", split
             )
     loads = carried.notebook.functions(["load_dataset"])
     if data is not None:
-        carried.put("data.train_path", data, None, "DATA of make convert-notebook")
+        carried.put("data.train_path", data, "DATA of make convert-notebook")
     elif loads:
         _take_source(carried, loads[0])
     else:
-        carried.look(None, "loads no data set by name: give the file with DATA=rows.jsonl")
+        carried.look("loads no data set by name: give the file with DATA=rows.jsonl")
     if data is None and len(loads) > 1:
         said = "loads several data sets; the first is carried: see data.train_path"
-        carried.look(loads[0], said)
+        carried.look(said, loads[0])
 
 
 def _take_source(carried: Carried, load: Found) -> None:
@@ -320,7 +316,7 @@ def _take_source(carried: Carried, load: Found) -> None:
         path = values.argument(load, "data_files")
         path = path.get("train") if isinstance(path, dict) else path
     if not isinstance(path, str):
-        carried.look(load, "the data set's name is known only at run time: set it with DATA=")
+        carried.look("the data set's name is known only at run time: set it with DATA=", load)
         return
     split, subset = values.argument(load, "split"), values.argument(load, "name", 1)
     section = {"path": path}
@@ -329,7 +325,7 @@ def _take_source(carried: Carried, load: Found) -> None:
     if isinstance(subset, str):
         section["subset"] = subset
     source = path if len(section) == 1 else [section]
-    carried.put("data.train_path", source, load, "load_dataset")
+    carried.put("data.train_path", source, "load_dataset", load)
 
 
 def find_setting(name: str) -> str | None:
