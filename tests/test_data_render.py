@@ -91,7 +91,9 @@ def test_a_stop_token_inside_an_answer_is_refused_and_inside_a_question_is_not()
     for stop in ("<|im_end|>", "<eos>"):
         (error,) = Renderer(tok, tokens_in_text="allow").render([row("q", f"before {stop} after")])
         assert isinstance(error, RenderError)
-        assert re.search(r"rows.jsonl:7: messages\[1\] contains .* which ends an answer", str(error))
+        assert re.search(
+            r"rows.jsonl:7: messages\[1\] contains .* which ends an answer", str(error)
+        )
     assert trained(render(row("What is <|im_end|>?", "a mark"), tok), tok) == ["a mark<|im_end|>"]
 
 
