@@ -37,13 +37,12 @@ from sft_play.config.schema import Config
 from sft_play.models import mxfp4
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.experts import products as expert_products
-from sft_play.models.fast.graphs import recording
-from sft_play.models.fast.graphs.decoder import GraphedDecoder
+from sft_play.models.fast.graphs import decoder as graphs
 from sft_play.models.fast.linears import activations, glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.loss import head as loss_head
 from sft_play.models.fast.loss import linear_cross_entropy
-from sft_play.models.fast.norms import residual, rms
+from sft_play.models.fast.norms import residual
 from sft_play.models.fast.setup import base_model_of, is_fused
 from sft_play.models.float8.quantize import quantize
 from sft_play.models.load import load_model
@@ -85,7 +84,7 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
     layers = [module for module in modules if is_fused(module, residual.layer_forward)]
     own_forward = [(layer, "forward", MethodType(type(layer).forward, layer)) for layer in layers]
     norms = [module for module in modules if hasattr(module, "norm_kind") and layers]
-    liger = [(norm, "forward", MethodType(rms.norm_forward, norm)) for norm in norms]
+    liger = [(norm, "forward", MethodType(residual.norm_forward, norm)) for norm in norms]
     has_gpu = torch.cuda.is_available()  # which Liger's kernels need
     return {
         "adapter gradients": [(linear_products, "fit_one_pass", lambda *_: False)],
@@ -117,7 +116,7 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
         "norms in float8": [(residual, "reads_float8", lambda _: False)],
         "norms": [(residual, "_kernels", lambda _: residual.Reference)],
         "norms and sums in one": [*own_forward, *(liger if has_gpu else [])],
-        "liger's norms": [(rms, "normalize", normalize)],
+        "liger's norms": [(residual, "normalize", normalize)],
         "loss": [(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_)],
         "loss with its head": [(loss_head, "fused_linear_cross_entropy", head_and_loss)],
     }
@@ -208,9 +207,7 @@ class Trained:
             nn.init.normal_(weight, std=0.02)  # PEFT's B are zeros
         self.decoder = decoder_of(base_model_of(self.model))
         self.with_graphs = with_graphs
-        self.accumulators = (
-            recording.accumulators_for_recordings(self.model) if with_graphs else None
-        )
+        self.accumulators = graphs.accumulators_for_recordings(self.model) if with_graphs else None
         torch.manual_seed(0)
         ids = torch.randint(2000, (workload.rows, workload.row_tokens))
         self.ids = ids.to(self.device)
@@ -241,9 +238,9 @@ class Trained:
             for owner, name, value in changes:
                 stack.enter_context(patch.object(owner, name, noted(name, value)))
             if self.with_graphs:
-                recording.free_gpu_memory()
-                graphed = GraphedDecoder(
-                    self.model, recording.record_on_gpu, recording.free_gpu_memory
+                graphs.free_gpu_memory()
+                graphed = graphs.GraphedDecoder(
+                    self.model, graphs.record_on_gpu, graphs.free_gpu_memory
                 )
                 stack.enter_context(patch.object(self.decoder, "forward", graphed))
             for _ in range(3):  # the layers are recorded in the second one
