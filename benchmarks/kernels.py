@@ -38,7 +38,7 @@ from sft_play.models import mxfp4
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.experts import products as expert_products
 from sft_play.models.fast.graphs import decoder as graphs
-from sft_play.models.fast.linears import activations, glu, lora, mlp
+from sft_play.models.fast.linears import activations, adapter_gradients, glu, glu_adapter, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.loss import head as loss_head
 from sft_play.models.fast.loss import linear_cross_entropy
@@ -78,7 +78,7 @@ Change = tuple[object, str, Any]  # an owner, the name of an attribute, and its 
 
 def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
     """Return what replaces each kernel by its reference."""
-    fits = glu.fit_one_kernel
+    fits = glu_adapter.fit_one_kernel
     modules = list(base_model_of(model).modules())
     groups = lora.groups_of(decoder_of(base_model_of(model)))
     layers = [module for module in modules if is_fused(module, residual.layer_forward)]
@@ -87,7 +87,7 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
     liger = [(norm, "forward", MethodType(residual.norm_forward, norm)) for norm in norms]
     has_gpu = torch.cuda.is_available()  # which Liger's kernels need
     return {
-        "adapter gradients": [(linear_products, "fit_one_pass", lambda *_: False)],
+        "adapter gradients": [(adapter_gradients, "fit_one_pass", lambda *_: False)],
         "adapter copies": [
             (lora.AdapterCopies, "__call__", lambda *_: None),
             *((group.bind(), "copies", ()) for group in groups if group.bind()),
@@ -98,7 +98,7 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
             (linear_products, "unpack", unpack),
         ],
         "glu": [
-            (glu, "fit_one_kernel", lambda *_: False),
+            (glu_adapter, "fit_one_kernel", lambda *_: False),
             (glu, "glu_forward", glu_forward),
             (glu, "glu_backward", glu_backward),
         ],
@@ -106,7 +106,7 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
             (mlp, "forward_with_adapter", lambda *args: (glu.glu_forward(*args[:3]), None))
         ],
         "glu with adapter, backward": [
-            (glu, "fit_one_kernel", lambda *args: args[-1] > 1 and fits(*args))
+            (glu_adapter, "fit_one_kernel", lambda *args: args[-1] > 1 and fits(*args))
         ],
         "glu float8": [
             (mlp, "glu_forward_float8", glu_forward_float8),
@@ -160,7 +160,7 @@ def glu_backward_float8(dh: Tensor, *args: Any) -> tuple[Any, Any]:
 def mlp_by_linears(
     x: Tensor, inner: lora.LinearGroup, down: lora.LinearGroup, activation: activations.Activation
 ) -> Tensor:
-    return down.fused(glu.glu(*mlp.split_halves(inner.fused(x)), activation))[0]
+    return down.fused(glu.GluFunction.apply(*mlp.split_halves(inner.fused(x)), activation))[0]
 
 
 def nll_and_gradient_(

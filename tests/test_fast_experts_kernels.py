@@ -144,7 +144,7 @@ def compare_packed(kernels: ModuleType, linear: products.ExpertLinear) -> None:
         out = torch.full(wanted.shape, torch.nan, dtype=torch.half)
         for first in (0, 2, 4):  # of two experts, and of the one that is left
             own = slice(first, min(first + 2, EXPERTS))
-            some = unpacking.unpack(linear.weight, state, own)
+            some = unpacking.launch(linear.weight, state, own)
             kernels.product(
                 *(x, some, not matrices.is_transposed, None, first, *place_of(by_expert), out),
                 CHOICES,

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="there is no Triton for this system")
 import triton.language as tl
 from interpreted_kernels import interpreted
 
-from sft_play.models.fast.linears import glu, glu_adapter_kernels, glu_kernels
+from sft_play.models.fast.linears import glu, glu_adapter
 from sft_play.models.fast.linears.activations import GELU_CUBE, GELU_SLOPE
 from sft_play.models.fast.linears.glu import glu_backward, glu_forward
 
@@ -20,10 +20,10 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-4}
 @pytest.fixture(scope="module")
 def kernels():
     """The kernels as Triton's interpreter runs them, with small tiles: several of every kind."""
-    elementwise, kernels = interpreted(glu_kernels), interpreted(glu_adapter_kernels)
+    elementwise, kernels = interpreted(glu), interpreted(glu_adapter)
     elementwise._SLOPE, elementwise._CUBE = GELU_SLOPE, GELU_CUBE  # it multiplies by numbers alone
     kernels.gradients = elementwise.gradients
-    kernels.sigmoid_argument = elementwise.sigmoid_argument
+    kernels.argument_and_slope = elementwise.argument_and_slope
     kernels._once = lambda tile: tile  # machine code, which the interpreter does not run
     kernels.FORWARD_ROWS, kernels.BACKWARD_ROWS, kernels.COLUMNS = 16, 16, 32
     kernels.processors, kernels.PROGRAMS = lambda device: 2, 3  # regions of several tiles
@@ -46,7 +46,7 @@ CASES = list(itertools.product((1, 40, 100), (32, 70), (16, 5), ("silu", "gelu_t
 def test_forward_is_h_and_its_product(kernels, rows, features, rank, activation):
     gate, up, _ = operands(rows, features)
     a = torch.randn(rank, features)
-    h, ha = kernels.forward(gate, up, activation, a)
+    h, ha = kernels.launch_forward(gate, up, activation, a)
     wanted = glu_forward(gate, up, activation)
     torch.testing.assert_close(h, wanted, **CLOSE)
     torch.testing.assert_close(ha.double(), wanted.double() @ a.double().t(), **CLOSE)
@@ -58,7 +58,7 @@ def test_backward_is_both_gradients_and_that_of_a(kernels, rows, features, rank,
     du = torch.randn(rows, rank)
     before = [each.clone() for each in (gate, up, dh, du)]
     dgate, dup = (torch.full((rows, features + gap), 9.0)[:, :features] for gap in (16, 0))
-    da = kernels.backward(dh, gate, up, activation, dgate, dup, du)
+    da = kernels.launch_backward(dh, gate, up, activation, dgate, dup, du)
     assert da.dtype == torch.float32 and da.is_contiguous()
     assert all(map(torch.equal, (gate, up, dh, du), before))
     wanted = [torch.empty_like(dh) for _ in range(3)]
@@ -73,26 +73,26 @@ def test_rows_may_lie_further_apart_than_32_bits_count(kernels):
     far = torch.empty(40, 2**26, dtype=gate.dtype)  # 5 GiB, of which the host gives what is used
     far_gate, far_up = far[:, :32].copy_(gate), far[:, 32:64].copy_(up)
     a = torch.randn(5, 32).half()
-    found = kernels.forward(far_gate, far_up, "silu", a)
-    assert all(map(torch.equal, found, kernels.forward(gate, up, "silu", a)))
+    found = kernels.launch_forward(far_gate, far_up, "silu", a)
+    assert all(map(torch.equal, found, kernels.launch_forward(gate, up, "silu", a)))
 
 
 def test_one_number_that_is_not_finite_shows(kernels):
     gate, up, dh = operands(40, 70)
     gate[39, 69] = torch.nan
-    _, ha = kernels.forward(gate, up, "silu", torch.randn(16, 70))
+    _, ha = kernels.launch_forward(gate, up, "silu", torch.randn(16, 70))
     assert ha[39].isnan().all() and not ha[:39].isnan().any()
     dgate, dup = torch.empty_like(dh), torch.empty_like(dh)
-    da = kernels.backward(dh, gate, up, "silu", dgate, dup, torch.randn(40, 16))
+    da = kernels.launch_backward(dh, gate, up, "silu", dgate, dup, torch.randn(40, 16))
     assert da[:, 69].isnan().all() and not da[:, :69].isnan().any()
 
 
 def test_a_hopper_gpu_needs_one_kernel_for_16_bits_and_small_ranks(monkeypatch):
-    fits = glu.fit_one_kernel
+    fits = glu_adapter.fit_one_kernel
     gate, up, _ = operands(40, 70)
     gate, up = gate.bfloat16(), up.bfloat16()
     assert not fits(gate, up, 16, 1)  # a CPU
-    monkeypatch.setattr(glu, "is_hopper", lambda device: True)
+    monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
     assert fits(gate, up, 16, 40) and not fits(gate, up, 16, 41)
     assert not fits(gate, up, 17, 1)
     assert not fits(gate.float(), up.float(), 16, 1)
@@ -104,16 +104,16 @@ def test_a_hopper_gpu_needs_one_kernel_for_16_bits_and_small_ranks(monkeypatch):
 def test_both_ways_agree(kernels, monkeypatch):
     gate, up, dh = operands(40, 70)
     a, du = torch.randn(16, 70), torch.randn(40, 16)
-    monkeypatch.setattr(glu_adapter_kernels, "forward", kernels.forward)
-    monkeypatch.setattr(glu_adapter_kernels, "backward", kernels.backward)
+    monkeypatch.setattr(glu_adapter, "launch_forward", kernels.launch_forward)
+    monkeypatch.setattr(glu_adapter, "launch_backward", kernels.launch_backward)
     found = []
     for is_one_kernel in (False, True):
-        monkeypatch.setattr(glu, "fit_one_kernel", lambda *_, is_so=is_one_kernel: is_so)
-        h, ha = glu.forward_with_adapter(gate, up, "silu", (a,))
+        monkeypatch.setattr(glu_adapter, "fit_one_kernel", lambda *_, is_so=is_one_kernel: is_so)
+        h, ha = glu_adapter.forward_with_adapter(gate, up, "silu", (a,))
         assert (ha is not None) == is_one_kernel
         dgate, dup = torch.empty_like(dh), torch.empty_like(dh)
         product = dh.clone()
-        da = glu.backward_with_adapter(product, gate, up, "silu", dgate, dup, du)
+        da = glu_adapter.backward_with_adapter(product, gate, up, "silu", dgate, dup, du)
         assert (da is not None) == is_one_kernel
         da = du.t() @ product if da is None else da
         found.append([h, h @ a.t() if ha is None else ha, dgate, dup, da])
@@ -121,27 +121,27 @@ def test_both_ways_agree(kernels, monkeypatch):
 
 
 def test_forward_alone_needs_many_rows(kernels, monkeypatch):
-    monkeypatch.setattr(glu, "is_hopper", lambda device: True)
-    monkeypatch.setattr(glu_adapter_kernels, "forward", kernels.forward)
-    monkeypatch.setattr(glu_adapter_kernels, "backward", kernels.backward)
+    monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
+    monkeypatch.setattr(glu_adapter, "launch_forward", kernels.launch_forward)
+    monkeypatch.setattr(glu_adapter, "launch_backward", kernels.launch_backward)
     gate, up, dh = (each.half() for each in operands(40, 32))
     a, du = torch.randn(5, 32).half(), torch.randn(40, 5).half()
     for least_rows in (40, 41):
-        monkeypatch.setattr(glu, "LEAST_ROWS", least_rows)
-        _, ha = glu.forward_with_adapter(gate, up, "silu", (a,))
+        monkeypatch.setattr(glu_adapter, "LEAST_ROWS", least_rows)
+        _, ha = glu_adapter.forward_with_adapter(gate, up, "silu", (a,))
         assert (ha is None) == (least_rows > 40)
     for rows in (1, 0):
         few = [each[:rows].clone() for each in (dh, gate, up, dh, dh, du)]
-        da = glu.backward_with_adapter(*few[:3], "silu", *few[3:])
+        da = glu_adapter.backward_with_adapter(*few[:3], "silu", *few[3:])
         assert (da is not None) == bool(rows)
 
 
 def test_without_an_adapter_there_is_no_product(monkeypatch):
-    monkeypatch.setattr(glu, "is_hopper", lambda device: True)
+    monkeypatch.setattr(glu_adapter, "is_hopper", lambda device: True)
     gate, up, dh = operands(40, 70)
-    h, ha = glu.forward_with_adapter(gate, up, "silu", ())
+    h, ha = glu_adapter.forward_with_adapter(gate, up, "silu", ())
     assert ha is None and torch.equal(h, glu_forward(gate, up, "silu"))
     before = dh.clone()
     grads = torch.empty_like(dh), torch.empty_like(dh)
-    none = glu.backward_with_adapter(dh, gate, up, "silu", *grads, None)
+    none = glu_adapter.backward_with_adapter(dh, gate, up, "silu", *grads, None)
     assert none is None and torch.equal(dh, before)

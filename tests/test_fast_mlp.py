@@ -20,7 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from sft_play.models.fast.linears import glu as glu_module
 from sft_play.models.fast.linears.activations import activation_of
-from sft_play.models.fast.linears.glu import glu, glu_backward
+from sft_play.models.fast.linears.glu import GluFunction, glu_backward, glu_forward
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.linears.mlp import lora_mlp
 from sft_play.models.fast.linears.products import BoundLinears
@@ -206,20 +206,20 @@ def test_the_formula_is_torchs_activation(activation):
         .requires_grad_()
         for shift in (0, 3)
     )
-    ours = glu(gate, up, activation)
+    ours = GluFunction.apply(gate, up, activation)
     theirs = REFERENCE[activation](gate) * up
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(result.sum(), (gate, up)) for result in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
     few = [tensor[:1].detach().requires_grad_() for tensor in (gate, up)]
-    assert torch.autograd.gradcheck(lambda g, u: glu(g, u, activation), few)
+    assert torch.autograd.gradcheck(lambda g, u: GluFunction.apply(g, u, activation), few)
 
 
 @pytest.mark.parametrize("activation", REFERENCE)
 def test_backward_may_write_the_product_over_its_gradient(activation):
     both, dh = torch.randn(2, 7, 2 * INNER), torch.randn(7, INNER)
     gate, up = both[0].chunk(2, -1)  # rows that lie apart
-    wanted, dboth = glu(gate, up, activation), torch.empty_like(both[0])
+    wanted, dboth = GluFunction.apply(gate, up, activation), torch.empty_like(both[0])
     product = dh.clone()
     glu_backward(product, gate, up, activation, *dboth.chunk(2, -1), h=product)
     torch.testing.assert_close(product, wanted)
@@ -279,8 +279,6 @@ def test_these_tests_see(name, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("activation", REFERENCE)
 def test_the_gpu_kernels_compute_the_formula(activation, dtype):
-    from sft_play.models.fast.linears import glu_kernels
-
     torch.manual_seed(0)
     rows, features = 33, 1500  # no multiple of a block
     gate, up = (4 * torch.randn(rows, 2 * features, device="cuda", dtype=dtype)).chunk(2, -1)
@@ -294,7 +292,7 @@ def test_the_gpu_kernels_compute_the_formula(activation, dtype):
     h = dh.cpu()
     glu_backward(h, cpu.gate, cpu.up, activation, cpu.dgate, cpu.dup, h)
     dboth, product = torch.empty(rows, 2 * features, device="cuda", dtype=dtype), dh.clone()
-    glu_kernels.backward(product, gate, up, activation, *dboth.chunk(2, -1), product)
+    glu_backward(product, gate, up, activation, *dboth.chunk(2, -1), product)
     # In float32 Triton's exponential has a relative error of 1e-6; in bfloat16 such a difference
     # may change a rounding, by one step of 2^-7
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7
@@ -302,6 +300,6 @@ def test_the_gpu_kernels_compute_the_formula(activation, dtype):
         (dboth[:, :features], cpu.dgate),
         (dboth[:, features:], cpu.dup),
         (product, h),
-        (glu_kernels.forward(gate, up, activation), h),
+        (glu_forward(gate, up, activation), h),
     ):
         torch.testing.assert_close(found.cpu(), wanted, rtol=tolerance, atol=1e-5)

@@ -30,7 +30,7 @@ INTERPRETED = """
 from types import SimpleNamespace
 
 import torch
-from sft_play.models.fast.linears import glu, glu_float8_kernels
+from sft_play.models.fast.linears import glu_float8
 from sft_play.models.fast.norms import residual, residual_kernels
 from sft_play.models.fast.norms.rms import GEMMA, LLAMA
 from sft_play.models.float8 import kernels
@@ -58,7 +58,7 @@ for x in (rows, rows.bfloat16(), rows[:, :48].contiguous(), strided, strided.t()
         assert torch.equal(found.scales, expected.scales)
         assert torch.equal(bits(found.values), bits(expected.values))
 
-glu_float8_kernels.BLOCK = 64
+glu_float8.BLOCK = 64
 
 
 def agree(found, expected):
@@ -72,8 +72,8 @@ for activation in ("silu",):  # the interpreter does not multiply gelu's constan
     for dtype in (torch.float32, torch.bfloat16):
         gate, up = torch.randn(5, 300).to(dtype).chunk(2, -1)
         gate[3], up[4] = 0, 1e4
-        h, in_float8 = glu_float8_kernels.forward(gate, up, activation)
-        expected, rows_in_float8 = glu.glu_forward_float8(gate, up, activation)
+        h, in_float8 = glu_float8.launch_forward(gate, up, activation)
+        expected, rows_in_float8 = glu_float8.glu_forward_float8(gate, up, activation)
         torch.testing.assert_close(h, expected, rtol=2**-7, atol=1e-6)
         agree(in_float8, rows_in_float8)
         assert not in_float8.values[3].any() and in_float8.scales[3] == 1
@@ -83,10 +83,10 @@ for activation in ("silu",):  # the interpreter does not multiply gelu's constan
             for dh in [torch.randn(5, 150).to(dtype)] * 2
         )
         theirs.h = ours.h.clone()
-        found = glu_float8_kernels.backward(
+        found = glu_float8.launch_backward(
             ours.h, gate, up, activation, ours.gate, ours.up, *columns
         )
-        wanted = glu.glu_backward_float8(
+        wanted = glu_float8.glu_backward_float8(
             theirs.h, gate, up, activation, theirs.gate, theirs.up, *columns
         )
         for name in ("h", "gate", "up"):

@@ -14,7 +14,7 @@ import triton.language as tl
 from interpreted_kernels import interpreted
 from kernel_compiler import compiling_for
 
-from sft_play.models.fast.linears import four_bit, four_bit_kernels
+from sft_play.models.fast.linears import four_bit
 
 SMALLEST = torch.finfo(torch.float32).tiny
 SHAPES = [(64, 128), (37, 40), (3, 24, 24)]  # rows of whole blocks, none, and experts
@@ -31,7 +31,7 @@ def kernels():
 
 
 def interpreted_unpacking() -> ModuleType:
-    kernels = interpreted(four_bit_kernels)
+    kernels = interpreted(four_bit)
 
     def mul_rn(a, b):
         product = a * b
@@ -74,7 +74,7 @@ def formula(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
     as_bytes = packed.view(-1).view(torch.uint8)
     codes = torch.stack((as_bytes >> 4, as_bytes & 15), dim=1).flatten().long()
     is_nf4 = state.quant_type == "nf4"
-    table = torch.tensor(four_bit_kernels.NF4 if is_nf4 else four_bit_kernels.FP4)
+    table = torch.tensor(four_bit.NF4 if is_nf4 else four_bit.FP4)
     scales = state.absmax
     if state.nested:
         outer = state.state2
@@ -98,20 +98,20 @@ def test_the_kernel_unpacks_to_the_bits_of_its_formula(
 ):
     packed, state = packed_weight(shape, quant_type, is_nested, dtype=dtype)
     assert four_bit.has_kernel(packed, state)
-    assert_same_bits(kernels.unpack(packed, state), formula(packed, state))
+    assert_same_bits(kernels.launch(packed, state), formula(packed, state))
 
 
 @pytest.mark.parametrize("quant_type, is_nested", KINDS)
 def test_the_kernel_unpacks_to_the_numbers_of_bitsandbytes(kernels, quant_type, is_nested):
     packed, state = packed_weight((64, 128), quant_type, is_nested)
     expected = dequantize_4bit(packed, state)  # on a CPU no zero of fp4 is negative
-    assert torch.equal(kernels.unpack(packed, state), expected)
+    assert torch.equal(kernels.launch(packed, state), expected)
 
 
 @pytest.mark.parametrize("blocksize", four_bit.BLOCK_SIZES)
 def test_the_kernel_knows_every_size_of_a_block(kernels, blocksize):
     packed, state = packed_weight((9, 1000), blocksize=blocksize)
-    assert_same_bits(kernels.unpack(packed, state), formula(packed, state))
+    assert_same_bits(kernels.launch(packed, state), formula(packed, state))
 
 
 def test_nothing_is_written_behind_a_weight(kernels, monkeypatch):
@@ -124,7 +124,7 @@ def test_nothing_is_written_behind_a_weight(kernels, monkeypatch):
 
     monkeypatch.setattr(kernels, "torch", SimpleNamespace(empty=empty, int32=torch.int32))
     monkeypatch.setattr(kernels, "TILE", 64)
-    assert_same_bits(kernels.unpack(packed, state), formula(packed, state))
+    assert_same_bits(kernels.launch(packed, state), formula(packed, state))
     assert (memory[size:] == 7).all()
 
 
@@ -132,20 +132,20 @@ def test_nothing_is_written_behind_a_weight(kernels, monkeypatch):
 def test_bytes_may_be_stored_as_numbers(kernels, storage):
     packed, state = packed_weight((64, 128), storage=storage)
     assert four_bit.has_kernel(packed, state)
-    assert_same_bits(kernels.unpack(packed, state), formula(packed, state))
+    assert_same_bits(kernels.launch(packed, state), formula(packed, state))
 
 
 def test_scales_may_be_views_of_a_larger_tensor(kernels):
     packed, state = packed_weight((64, 128))
     state.absmax = torch.cat((state.absmax[:3], state.absmax))[3:]
-    assert_same_bits(kernels.unpack(packed, state), formula(packed, state))
+    assert_same_bits(kernels.launch(packed, state), formula(packed, state))
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_what_is_too_small_or_not_finite_is_what_a_gpu_makes_of_it(kernels, quant_type):
     packed, state = packed_weight((8, 64), quant_type, is_nested=False)
     state.absmax[:6] = torch.tensor([0.0, 1e-38, 1e-36, -2e-38, 3e38, float("inf")])
-    found, expected = kernels.unpack(packed, state), formula(packed, state)
+    found, expected = kernels.launch(packed, state), formula(packed, state)
     assert torch.equal(found.isnan(), expected.isnan())
     assert_same_bits(found.nan_to_num(0.5), expected.nan_to_num(0.5))
     assert (found[1] == 0).sum() > (packed[32:64] == 0x77).sum()
@@ -154,14 +154,14 @@ def test_what_is_too_small_or_not_finite_is_what_a_gpu_makes_of_it(kernels, quan
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_the_codes_are_those_of_bitsandbytes(quant_type):
     _, state = packed_weight((8, 64), quant_type)
-    table = four_bit_kernels.NF4 if quant_type == "nf4" else four_bit_kernels.FP4
+    table = four_bit.NF4 if quant_type == "nf4" else four_bit.FP4
     assert torch.equal(torch.tensor(table), state.code)
 
 
 def test_the_gpu_neither_fuses_the_product_and_the_sum_nor_keeps_what_is_too_small():
     packed, state = packed_weight((64, 64), dtype=torch.bfloat16)
     with compiling_for(90) as compiled:
-        four_bit_kernels.unpack(packed, state)
+        four_bit.launch(packed, state)
     (kernel,) = compiled
     code = kernel.asm["ptx"]
     assert "mul.rn.ftz.f32" in code and "mul.f32" not in code

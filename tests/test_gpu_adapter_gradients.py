@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from sft_play.models.fast.linears.adapter_gradients import fit_one_pass
 from sft_play.models.fast.linears.products import (
     AdaptedLinear,
     Adapter,
     BoundLinears,
-    fit_one_pass,
 )
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sft_play.config.schema import Config
-from sft_play.models.fast.linears import glu
+from sft_play.models.fast.linears import glu, glu_float8
 from sft_play.models.float8 import quantize as products
 from sft_play.models.float8.format import FLOAT8, Quantized
 from sft_play.models.float8.linear import Float8Linear
@@ -115,7 +115,7 @@ def test_the_mlps_kernels_quantize_what_their_references_do(activation, features
     torch.manual_seed(0)
     gate, up = torch.randn(33, 2 * features, device=GPU, dtype=torch.bfloat16).chunk(2, -1)
     gate[3], up[4] = 0, 1e4
-    h, in_float8 = glu.glu_forward_float8(gate, up, activation)
+    h, in_float8 = glu_float8.glu_forward_float8(gate, up, activation)
     expected = glu.glu_forward(gate.cpu(), up.cpu(), activation).to(GPU)
     torch.testing.assert_close(h, expected, rtol=2**-7, atol=1e-5)
     assert near(in_float8, quantize_reference(h))
@@ -126,7 +126,7 @@ def test_the_mlps_kernels_quantize_what_their_references_do(activation, features
     dgate, dup, plain_gate, plain_up = (torch.empty_like(dh) for _ in range(4))
     product = dh.clone()
     glu.glu_backward(product, gate, up, activation, plain_gate, plain_up, product)
-    found = glu.glu_backward_float8(dh, gate, up, activation, dgate, dup, *columns)
+    found = glu_float8.glu_backward_float8(dh, gate, up, activation, dgate, dup, *columns)
     for one, other in ((dh, product), (dgate, plain_gate), (dup, plain_up)):
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)
     assert near(found[0], quantize_reference(dgate, columns[0]))

@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from sft_play.models.fast.linears.glu import (
-    backward_with_adapter,
-    fit_one_kernel,
-    glu_backward,
-    glu_forward,
-)
+from sft_play.models.fast.linears import glu_adapter
+from sft_play.models.fast.linears.glu import glu_backward, glu_forward
+from sft_play.models.fast.linears.glu_adapter import backward_with_adapter, fit_one_kernel
 from sft_play.models.fast.linears.products import a_gradient
 
 pytestmark = pytest.mark.gpu
@@ -26,12 +23,10 @@ def test_one_kernel_is_as_exact_as_two(rows, features, rank, activation):
     a = torch.randn(rank, features, device=GPU).bfloat16()
     du = torch.randn(rows, rank, device=GPU).bfloat16()
     if torch.cuda.get_device_capability(GPU)[0] == 9:
-        from sft_play.models.fast.linears import glu_adapter_kernels
-
         assert fit_one_kernel(gate, up, rank, rows)
-        h, ha = glu_adapter_kernels.forward(gate, up, activation, a)
+        h, ha = glu_adapter.launch_forward(gate, up, activation, a)
         assert torch.equal(h, glu_forward(gate, up, activation))
-        again, again_ha = glu_adapter_kernels.forward(gate, up, activation, a)
+        again, again_ha = glu_adapter.launch_forward(gate, up, activation, a)
         assert torch.equal(h, again) and torch.equal(ha, again_ha)
         exact = h.double() @ a.double().t()
         torch.testing.assert_close(ha.double(), exact, rtol=2**-8, atol=2**-10 * features**0.5)

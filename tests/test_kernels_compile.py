@@ -16,12 +16,12 @@ from kernel_compiler import compiling_for
 from sft_play.models.fast.experts import grouped_kernels
 from sft_play.models.fast.experts import kernels as experts
 from sft_play.models.fast.linears import (
-    adapter_kernels,
-    four_bit_kernels,
-    glu_adapter_kernels,
-    glu_float8_kernels,
-    glu_kernels,
+    adapter_gradients,
+    glu_adapter,
+    glu_float8,
 )
+from sft_play.models.fast.linears import four_bit as packed_weights
+from sft_play.models.fast.linears import glu as gated
 from sft_play.models.fast.loss import kernel as loss
 from sft_play.models.fast.norms import residual_kernels
 from sft_play.models.float8 import kernels as float8_kernels
@@ -45,9 +45,9 @@ def rows(dtype: torch.dtype, features: int = FEATURES, count: int = ROWS) -> tor
 def glu(dtype: torch.dtype) -> None:
     gate, up, dh = (rows(dtype) for _ in range(3))
     for activation in ("silu", "gelu_tanh"):
-        glu_kernels.forward(gate, up, activation)
-        glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=None)
-        glu_kernels.backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=dh)
+        gated.launch_forward(gate, up, activation)
+        gated.launch_backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=None)
+        gated.launch_backward(dh, gate, up, activation, rows(dtype), rows(dtype), h=dh)
 
 
 def float8(dtype: torch.dtype) -> None:
@@ -58,9 +58,9 @@ def float8(dtype: torch.dtype) -> None:
     float8_kernels.transposed(weight)
     gate, up, dh = (rows(dtype) for _ in range(3))
     for activation in ("silu", "gelu_tanh"):
-        glu_float8_kernels.forward(gate, up, activation)
+        glu_float8.launch_forward(gate, up, activation)
         gradients = (rows(dtype), rows(dtype), columns, columns)
-        glu_float8_kernels.backward(dh, gate, up, activation, *gradients)
+        glu_float8.launch_backward(dh, gate, up, activation, *gradients)
     x, norm = rows(dtype), torch.zeros(FEATURES, dtype=dtype)
     for kind in (LLAMA, GEMMA):
         residual_kernels.forward(x, x, norm, 1e-6, kind, in_float8=True)
@@ -125,25 +125,25 @@ def four_bit(dtype: torch.dtype) -> None:
         packed = quantize_4bit(
             rows(dtype), quant_type=quant_type, compress_statistics=is_nested, blocksize=64
         )
-        four_bit_kernels.unpack(*packed)
+        packed_weights.launch(*packed)
         if is_nested:
-            four_bit_kernels.unpack_scales(packed[1])
+            packed_weights.unpack_scales(packed[1])
     exponents = torch.zeros(2, dtype=torch.uint8)
     state = Mxfp4State(exponents, torch.Size((1, 2, 32)), dtype, is_turned=False)
-    four_bit_kernels.unpack(torch.zeros(32, dtype=torch.uint8), state)
+    packed_weights.launch(torch.zeros(32, dtype=torch.uint8), state)
 
 
 def adapters(dtype: torch.dtype) -> None:
     gate, up, dh, dgate, dup = (rows(dtype) for _ in range(5))
     a, b, xa = rows(dtype, count=4), rows(dtype, 4, FEATURES), rows(dtype, 4)
     with (
-        patch.object(adapter_kernels, "processors", lambda device: 2),
-        patch.object(glu_adapter_kernels, "processors", lambda device: 2),
+        patch.object(adapter_gradients, "processors", lambda device: 2),
+        patch.object(glu_adapter, "processors", lambda device: 2),
     ):
-        adapter_kernels.rank_and_output_gradients([dgate], [b], xa, 2.0, torch.float32)
+        adapter_gradients.launch([dgate], [b], xa, 2.0, torch.float32)
         for activation in ("silu", "gelu_tanh"):
-            glu_adapter_kernels.forward(gate, up, activation, a)
-            glu_adapter_kernels.backward(dh, gate, up, activation, dgate, dup, xa)
+            glu_adapter.launch_forward(gate, up, activation, a)
+            glu_adapter.launch_backward(dh, gate, up, activation, dgate, dup, xa)
 
 
 # bytes of shared memory that a program has on GPUs of a capability
@@ -183,8 +183,8 @@ def test_gradients_of_an_mlp_count_rows_in_64_bits():
     du = rows(torch.bfloat16, 4)
     with (
         compiling_for(90) as compiled,
-        patch.object(glu_adapter_kernels, "processors", lambda device: 2),
+        patch.object(glu_adapter, "processors", lambda device: 2),
     ):
-        glu_adapter_kernels.backward(dh, gate, up, "silu", dgate, dup, du)
+        glu_adapter.launch_backward(dh, gate, up, "silu", dgate, dup, du)
     (loop,) = [line for line in compiled[0].asm["ttir"].splitlines() if "scf.for" in line]
     assert " : i64 {" in loop

@@ -70,7 +70,7 @@ def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do():
     gate, up = random(8, 24), random(8, 24)
     joined, activated = (
         (lambda *tensors: residual.AddNormFunction.apply(*tensors, 1e-6, LLAMA, False)),
-        (lambda *tensors: glu.glu(*tensors, "silu")),
+        (lambda *tensors: glu.GluFunction.apply(*tensors, "silu")),
     )
     real = kept_and_made(joined, x, residual_x, weight), kept_and_made(activated, gate, up)
     with fake_kernels.fake_kernels(is_gpu=True):

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import masking_utils
 
 from sft_play.models.fast.attention.reference import AllocatedFlashAttention
-from sft_play.models.fast.linears import glu, lora, mlp
+from sft_play.models.fast.linears import glu, glu_float8, lora
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.setup import Gradients
 from sft_play.models.float8 import linear as float8_linear
@@ -129,10 +129,7 @@ GPU_KERNELS: dict[Any, dict[str, Any]] = {
         "glu_forward": lambda gate, *_: gate.new_empty(gate.shape),
         "glu_backward": lambda *_, **__: None,
     },
-    mlp: {
-        "glu_forward_float8": lambda gate, *_: (gate.new_empty(gate.shape), quantize(gate)),
-        "glu_backward_float8": lambda dh, *_: (quantize(dh), quantize(dh)),
-    },
+    glu_float8: {"quantize": quantize},
     torch.cuda: {"get_device_capability": lambda device=None: MIN_CAPABILITY},
 }
 

@@ -8,11 +8,10 @@ Legend: N rows, F features of a row.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
+from sft_play.models.optional_triton import tl, triton
 
 BLOCK = 2048  # features at a time: 8 of a thread, one 16-byte load of bfloat16
 TILE = 128  # rows and columns of a weight that a program transposes

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft_play.models.fast.linears.glu_kernels import BLOCK, sigmoid_argument
+from sft_play.models.fast.linears.glu import BLOCK, argument_and_slope
 from sft_play.models.float8.kernels import load_float32, program_number
 
 Form = tuple[str, float, float]  # an activation or "clamped", and alpha and limit of the latter
@@ -77,7 +77,7 @@ def _forward(y, h, ends, experts, features, alpha, limit, form: tl.constexpr, bl
         g, u = _clamped(g, u, limit)
         value = (u + 1) * g * tl.sigmoid(alpha * g)
     else:
-        p, _slope = sigmoid_argument(g, form == "gelu_tanh")
+        p, _slope = argument_and_slope(g, form == "gelu_tanh")
         value = g * tl.sigmoid(p) * u
     tl.store(h + row * features + columns, value, columns < features)
 
@@ -118,7 +118,7 @@ def _backward(
             dgate = tl.where(gate <= limit, dgate, 0)
             dup = tl.where(tl.abs(up) <= limit, d * g * s, 0)
         else:
-            p, slope = sigmoid_argument(gate, form == "gelu_tanh")
+            p, slope = argument_and_slope(gate, form == "gelu_tanh")
             s = tl.sigmoid(p)
             act = gate * s
             products += d * act * up

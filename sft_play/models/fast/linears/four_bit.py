@@ -7,10 +7,16 @@ Blocks of weights (64 of them, say) share a scale, and a weight is a code of 4 b
 
 Products and sums are float32, each rounded on its own; products too small for a normal float32 are
 0. Two codes lie in a byte, the first one in its high bits. bitsandbytes launches one kernel for
-that, and two more for packed absmax; `four_bit_kernels` does all in one, at the speed of memory.
-bitsandbytes itself is the reference, and runs if there is no kernel.
+that, and two more for packed absmax; the Triton kernel here does all in one, at the speed of
+memory. bitsandbytes itself is the reference, and runs if there is no kernel.
+
+A program reads words of 8 codes and looks them up in a table in shared memory, whose 16 entries lie
+in banks of their own: no two lanes wait for each other. Each thread writes the 8 weights of a word
+side by side. Scales are computed once a block, and reach the threads through shared memory.
 """
 
+import math
+import struct
 from typing import NamedTuple
 
 import torch
@@ -19,7 +25,9 @@ from bitsandbytes.nn import Params4bit
 from torch import Tensor
 
 from sft_play.models import mxfp4
-from sft_play.models.mxfp4 import Mxfp4State, is_turned, stored_shape
+from sft_play.models.float8.kernels import program_number
+from sft_play.models.mxfp4 import MXFP4, Mxfp4State, is_turned, stored_shape
+from sft_play.models.optional_triton import libdevice, tl, triton
 
 WORD_BYTES = 4  # the kernel reads 8 codes at once
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights; those of bitsandbytes
@@ -31,10 +39,7 @@ def unpack(weight: Params4bit) -> Tensor:
     """Return a 4-bit weight in full, of the shape and dtype that it was packed from."""
     state = weight.quant_state
     if weight.is_cuda and has_kernel(weight, state):
-        # Triton needs a GPU when it is imported
-        from sft_play.models.fast.linears import four_bit_kernels
-
-        stored = four_bit_kernels.unpack(weight, state)
+        stored = launch(weight, state)
         return stored.transpose(1, 2) if is_turned(state) else stored
     if isinstance(state, Mxfp4State):
         return mxfp4.unpack(weight, state)
@@ -49,18 +54,14 @@ class InLines(NamedTuple):
 
     def unpack(self, weight: Params4bit, experts: slice) -> Tensor:
         """Return the weights (experts, lines, features) of some experts, on a GPU."""
-        from sft_play.models.fast.linears import four_bit_kernels  # Triton needs a GPU
-
-        return four_bit_kernels.unpack(weight, weight.quant_state, experts)
+        return launch(weight, weight.quant_state, experts)
 
     def read(self, weight: Params4bit) -> tuple[Tensor, tuple[Tensor, int, str]]:
         """Return codes (E, lines, features / 2) uint8, scales, weights a scale, and the type."""
-        from sft_play.models.fast.linears import four_bit_kernels
-
         experts, lines, features = self.shape
         state = weight.quant_state
         codes = weight.detach().view(-1).view(torch.uint8).view(experts, lines, features // 2)
-        return codes, (four_bit_kernels.unpack_scales(state), state.blocksize, state.quant_type)
+        return codes, (unpack_scales(state), state.blocksize, state.quant_type)
 
 
 def lines_of(weight: Tensor) -> InLines | None:
@@ -101,3 +102,171 @@ def has_kernel(packed: Tensor, state: QuantState | Mxfp4State) -> bool:
         and all(each.dtype == torch.float32 and each.is_contiguous() for each in scales)
         and outer.code.device == state.absmax.device
     )
+
+
+CODES_A_WORD = 8  # of 4 bytes
+TILE = 1024  # words of a program: 64 weights a thread
+WARPS = 4
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+FP4_SIZES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
+FP4 = (*FP4_SIZES, *(-size for size in FP4_SIZES))  # its first negative code is -0.0
+
+
+def _bits_of(codes: tuple[float, ...]) -> tuple[int, ...]:
+    """Return float32 numbers as integers: Triton's constants lose the sign of a zero."""
+    return struct.unpack("16i", struct.pack("16f", *codes))
+
+
+_NF4_BITS = tl.constexpr(_bits_of(NF4))
+_FP4_BITS = tl.constexpr(_bits_of(FP4))
+_MXFP4_BITS = tl.constexpr(_bits_of(MXFP4))
+_CODES_A_WORD = tl.constexpr(CODES_A_WORD)
+
+
+@triton.jit
+def table_of(quant_type: tl.constexpr):
+    """The bits of the 16 codes."""
+    if quant_type == "nf4":
+        bits: tl.constexpr = _NF4_BITS
+    elif quant_type == "fp4":
+        bits: tl.constexpr = _FP4_BITS
+    else:
+        bits: tl.constexpr = _MXFP4_BITS
+    code = tl.arange(0, 16)
+    table = tl.full([16], 0, tl.int32)
+    for i in tl.static_range(16):
+        table = tl.where(code == i, bits[i], table)
+    return table
+
+
+@triton.jit
+def power_of_two(exponent):
+    """The float32 with so many as its exponent's bits."""
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scales(
+    absmax,
+    codes2,
+    absmax2,
+    offset,
+    block,
+    inside,
+    quant_type: tl.constexpr,
+    blocksize2: tl.constexpr,
+):
+    """The scales of blocks."""
+    found = tl.load(absmax + block, inside, 0)
+    if quant_type == "mxfp4":
+        return power_of_two(found)
+    elif blocksize2:
+        outer = tl.load(absmax2 + block // blocksize2, inside, 0)
+        # mul_rn is not contracted with the sum, and makes 0 of what is too small
+        return libdevice.mul_rn(tl.load(codes2 + found.to(tl.int32)), outer) + tl.load(offset)
+    else:
+        return found
+
+
+@triton.jit
+def _unpack_kernel(
+    words,
+    absmax,
+    codes2,
+    absmax2,
+    offset,
+    weights,
+    past_blocks,
+    total_words,
+    total_blocks,
+    quant_type: tl.constexpr,
+    words_a_block: tl.constexpr,
+    blocksize2: tl.constexpr,
+    blocks: tl.constexpr,
+):
+    tile: tl.constexpr = blocks * words_a_block
+    first_block = tl.program_id(0).to(tl.int64) * blocks
+    first_word = first_block * words_a_block
+
+    word = tl.arange(0, tile)
+    inside = word < tl.minimum(total_words - first_word, tile).to(tl.int32)
+    past_words = past_blocks * words_a_block
+    packed = tl.load(
+        words + past_words + first_word + word, inside, 0, eviction_policy="evict_first"
+    )
+
+    block = tl.arange(0, blocks)
+    has_block = block < tl.minimum(total_blocks - first_block, blocks).to(tl.int32)
+    block = past_blocks + first_block + block
+    scale = _scales(absmax, codes2, absmax2, offset, block, has_block, quant_type, blocksize2)
+    scale = tl.reshape(tl.broadcast_to(scale[:, None], [blocks, words_a_block]), [tile])
+
+    place = tl.arange(0, _CODES_A_WORD)
+    if quant_type != "mxfp4":
+        place = place ^ 1  # bytes lie from low to high, the codes of a byte from high to low
+    code = (packed[:, None] >> (4 * place)[None, :]) & 15
+    code = tl.reshape(code, [tile * _CODES_A_WORD])
+    found = tl.gather(table_of(quant_type), code, 0).to(tl.float32, bitcast=True)
+    found = tl.reshape(found, [tile, _CODES_A_WORD])
+
+    weight = libdevice.mul_rn(found, tl.broadcast_to(scale[:, None], [tile, _CODES_A_WORD]))
+    target = first_word * _CODES_A_WORD + word * _CODES_A_WORD
+    target = weights + target[:, None] + tl.arange(0, _CODES_A_WORD)[None, :]
+    tl.store(target, weight.to(weights.dtype.element_ty), inside[:, None])
+
+
+@triton.jit
+def _scales_kernel(
+    absmax, codes2, absmax2, offset, scales, total, blocksize2: tl.constexpr, tile: tl.constexpr
+):
+    block = program_number() * tile + tl.arange(0, tile)
+    inside = block < total
+    scale = _scales(absmax, codes2, absmax2, offset, block, inside, "", blocksize2)
+    tl.store(scales + block, scale, inside)
+
+
+def launch(packed: Tensor, state: QuantState, experts: slice | None = None) -> Tensor:
+    """Return a packed weight for which `has_kernel`, of the shape that is stored.
+
+    Of `experts` alone, if the blocks of each are its own.
+    """
+    shape = stored_shape(state)
+    past_blocks = 0
+    if experts is not None:
+        past_blocks = experts.start * (math.prod(shape[1:]) // state.blocksize)
+        shape = (experts.stop - experts.start, *shape[1:])
+    weights = torch.empty(shape, dtype=state.dtype, device=packed.device)
+    words = packed.detach().view(-1).view(torch.int32)
+    words_a_block = state.blocksize // CODES_A_WORD
+    count = math.prod(shape) // CODES_A_WORD
+    sizes = (past_blocks, count, triton.cdiv(count, words_a_block))
+    blocksize2 = state.state2.blocksize if state.nested else 0
+    flags = (state.quant_type, words_a_block, blocksize2, TILE // words_a_block)
+    _unpack_kernel[(triton.cdiv(count, TILE),)](
+        *(words, *_scale_tensors(state), weights, *sizes, *flags), num_warps=WARPS
+    )
+    return weights
+
+
+def unpack_scales(state: QuantState) -> Tensor:
+    """Return the scale of each block of weights: in float32, those of MXFP4 as they are."""
+    if not state.nested:
+        return state.absmax
+    total = state.absmax.numel()
+    scales = torch.empty(total, dtype=torch.float32, device=state.absmax.device)
+    _scales_kernel[(triton.cdiv(total, TILE),)](
+        *(*_scale_tensors(state), scales, total, state.state2.blocksize, TILE)
+    )
+    return scales
+
+
+def _scale_tensors(state: QuantState) -> tuple[Tensor, ...]:
+    if not state.nested:
+        return (state.absmax,) * 4
+    outer = state.state2
+    return state.absmax, outer.code, outer.absmax, state.offset

@@ -3,36 +3,28 @@
 With act(g) = g * s, s = sigmoid(p(g)) of `activations`:
     act'(g) = s + g s (1 - s) p'(g),  dg = dh act'(g) u,  du = dh act(g)
 Computed in float32 and rounded once; transformers rounds act(g) to bfloat16 before it multiplies.
-On a GPU the kernels of `glu_kernels` run, elsewhere the reference below.
+On a GPU one Triton kernel passes over the rows forward and one backward, elsewhere the reference
+runs. The kernel and the reference differ by 1e-5 in float32, and by one rounding in 16 bits.
 
-The adapter of the linear that reads h has thin products: h A^T (N, r) forward, dA = dU^T h (r, I)
-backward. By itself each takes as long as reading h does. On a Hopper GPU the kernel that computes h
-has both (`glu_adapter_kernels`), for ranks of at most 16. Elsewhere they are separate products.
-
-Legend: N tokens, I intermediate features, r rank.
+Legend: N tokens, I intermediate features.
 """
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sft_play.models.fast.linears.activations import Activation, sigmoid_argument
-from sft_play.models.fast.linears.products import (
-    LARGEST_RANK,
-    Factors,
-    is_hopper,
+from sft_play.models.fast.linears.activations import (
+    GELU_CUBE,
+    GELU_SLOPE,
+    Activation,
+    sigmoid_argument,
 )
-from sft_play.models.float8.format import Quantized
-from sft_play.models.float8.quantize import quantize
-
-
-def glu(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    """Return act(gate) * up, (..., I). Saves only gate and up for backward."""
-    return GluFunction.apply(gate, up, activation)
+from sft_play.models.float8.kernels import load_float32, program_number
+from sft_play.models.optional_triton import tl, triton
 
 
 class GluFunction(torch.autograd.Function):
-    """act(gate) * up."""
+    """act(gate) * up, (..., I). Saves only gate and up for backward."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -56,11 +48,7 @@ class GluFunction(torch.autograd.Function):
 def glu_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """Return h (N, I) of gate and up (N, I), whose rows need not be adjacent in memory."""
     if gate.is_cuda:
-        from sft_play.models.fast.linears import (
-            glu_kernels,  # Triton needs a GPU when it is imported
-        )
-
-        return glu_kernels.forward(gate, up, activation)
+        return launch_forward(gate, up, activation)
     g = widen(gate)
     u = widen(up)
     p, _ = sigmoid_argument(g, activation)
@@ -81,9 +69,7 @@ def glu_backward(
     If `h` is given, act(gate) * up is written to it; it may be dh itself.
     """
     if gate.is_cuda:
-        from sft_play.models.fast.linears import glu_kernels
-
-        return glu_kernels.backward(dh, gate, up, activation, dgate, dup, h)
+        return launch_backward(dh, gate, up, activation, dgate, dup, h)
     g = widen(gate)
     u = widen(up)
     d = widen(dh)
@@ -96,83 +82,113 @@ def glu_backward(
         h.copy_(act * u)
 
 
-def glu_forward_float8(
-    gate: Tensor, up: Tensor, activation: Activation
-) -> tuple[Tensor, Quantized]:
-    """Return h (N, I) of gate and up (N, I), and h in float8; one kernel on a GPU."""
-    if gate.is_cuda:
-        from sft_play.models.fast.linears import glu_float8_kernels
-
-        return glu_float8_kernels.forward(gate, up, activation)
-    h = glu_forward(gate, up, activation)
-    return h, quantize(h)
-
-
-def glu_backward_float8(
-    dh: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    activation: Activation,
-    dgate: Tensor,
-    dup: Tensor,
-    gate_scales: Tensor,
-    up_scales: Tensor,
-) -> tuple[Quantized, Quantized]:
-    """Write dgate, dup and, in the place of dh, h; return dgate and dup (N, I) in float8.
-
-    They are multiplied by the scales (I,) of the rows of gate's and up's weights before.
-    """
-    if gate.is_cuda:
-        from sft_play.models.fast.linears import glu_float8_kernels
-
-        scales = (gate_scales, up_scales)
-        return glu_float8_kernels.backward(dh, gate, up, activation, dgate, dup, *scales)
-    glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
-    return quantize(dgate, gate_scales), quantize(dup, up_scales)
-
-
 def widen(x: Tensor) -> Tensor:
     """Return x in float32, or unchanged if its dtype is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-# Forward a program computes whole rows: fewer of them would keep few of a GPU's processors busy.
-LEAST_ROWS = 4096
+BLOCK = 1024  # features of a program: 8 of a thread, one 16-byte load of bfloat16
+_SLOPE = tl.constexpr(GELU_SLOPE)
+_CUBE = tl.constexpr(GELU_CUBE)
 
 
-def forward_with_adapter(
-    gate: Tensor, up: Tensor, activation: Activation, factors: Factors
-) -> tuple[Tensor, Tensor | None]:
-    """Return h (N, I), and h A^T (N, r) if the kernel has it. A (r, I), if there is an adapter."""
-    if not factors or not fit_one_kernel(gate, up, len(factors[0]), LEAST_ROWS):
-        return glu_forward(gate, up, activation), None
-    from sft_play.models.fast.linears import glu_adapter_kernels  # Triton needs a GPU
-
-    return glu_adapter_kernels.forward(gate, up, activation, factors[0])
+@triton.jit
+def argument_and_slope(g, is_gelu: tl.constexpr):
+    """p(g) and p'(g)."""
+    if is_gelu:
+        return _SLOPE * g * (1 + _CUBE * g * g), _SLOPE * (1 + 3 * _CUBE * g * g)
+    else:
+        return g, tl.full(g.shape, 1.0, tl.float32)
 
 
-def backward_with_adapter(
+@triton.jit
+def gradients(d, g, u, is_gelu: tl.constexpr):
+    """dg, du and h of dh, g and u."""
+    p, slope = argument_and_slope(g, is_gelu)
+    s = tl.sigmoid(p)
+    act = g * s
+    return d * (s + act * (1 - s) * slope) * u, d * act, act * u
+
+
+@triton.jit
+def _forward_kernel(
+    gate,
+    up,
+    h,
+    gate_stride,
+    up_stride,
+    features,
+    is_gelu: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = program_number()
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < features
+    g = load_float32(gate + row * gate_stride + columns, inside)
+    u = load_float32(up + row * up_stride + columns, inside)
+    p, _slope = argument_and_slope(g, is_gelu)
+    tl.store(h + row * features + columns, g * tl.sigmoid(p) * u, inside)
+
+
+@triton.jit
+def _backward_kernel(
+    dh,
+    gate,
+    up,
+    dgate,
+    dup,
+    h,
+    gate_stride,
+    up_stride,
+    dgate_stride,
+    dup_stride,
+    features,
+    is_gelu: tl.constexpr,
+    with_h: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = program_number()
+    columns = tl.program_id(1) * block + tl.arange(0, block)
+    inside = columns < features
+    d = load_float32(dh + row * features + columns, inside)
+    g = load_float32(gate + row * gate_stride + columns, inside)
+    u = load_float32(up + row * up_stride + columns, inside)
+    of_gate, of_up, product = gradients(d, g, u, is_gelu)
+    tl.store(dgate + row * dgate_stride + columns, of_gate, inside)
+    tl.store(dup + row * dup_stride + columns, of_up, inside)
+    if with_h:  # h may be dh: each program has read its part of it
+        tl.store(h + row * features + columns, product, inside)
+
+
+def launch_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Return act(gate) * up, (N, I)."""
+    assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
+    h = gate.new_empty(gate.shape)
+    tensors = (gate, up, h)
+    sizes = (gate.stride(0), up.stride(0), gate.shape[1])
+    _forward_kernel[(len(gate), triton.cdiv(gate.shape[1], BLOCK))](
+        *tensors, *sizes, activation == "gelu_tanh", BLOCK
+    )
+    return h
+
+
+def launch_backward(
     dh: Tensor,
     gate: Tensor,
     up: Tensor,
     activation: Activation,
     dgate: Tensor,
     dup: Tensor,
-    du: Tensor | None,
-) -> Tensor | None:
-    """Write dgate and dup (N, I); return dA (r, I) for dU (N, r) if the kernel has it.
-
-    Otherwise, if there is an adapter, h overwrites dh.
-    """
-    if du is not None and fit_one_kernel(gate, up, du.shape[1], 1):
-        from sft_play.models.fast.linears import glu_adapter_kernels
-
-        return glu_adapter_kernels.backward(dh, gate, up, activation, dgate, dup, du)
-    return glu_backward(dh, gate, up, activation, dgate, dup, h=None if du is None else dh)
-
-
-def fit_one_kernel(gate: Tensor, up: Tensor, rank: int, least_rows: int) -> bool:
-    """Return whether one kernel computes h, or its gradient, and the adapter's product."""
-    if not is_hopper(gate.device) or gate.element_size() != 2 or rank > LARGEST_RANK:
-        return False
-    return len(gate) >= least_rows and gate.stride(1) == up.stride(1) == 1
+    h: Tensor | None,
+) -> None:
+    """Write dgate, dup and, if it is given, h; all (N, I)."""
+    dh = dh.contiguous()
+    inputs_and_gradients = (gate, up, dgate, dup)
+    are_adjacent = all(tensor.stride(1) == 1 for tensor in inputs_and_gradients)
+    assert are_adjacent and (h is None or h.is_contiguous()), "features lie side by side"
+    tensors = (dh, *inputs_and_gradients, dh if h is None else h)
+    strides = [tensor.stride(0) for tensor in inputs_and_gradients]
+    flags = (activation == "gelu_tanh", h is not None)
+    _backward_kernel[(len(gate), triton.cdiv(gate.shape[1], BLOCK))](
+        *tensors, *strides, gate.shape[1], *flags, BLOCK
+    )

@@ -23,13 +23,9 @@ from sft_play.models.experts import find_experts
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.linears import tiles
 from sft_play.models.fast.linears.activations import Activation
-from sft_play.models.fast.linears.glu import (
-    backward_with_adapter,
-    forward_with_adapter,
-    glu,
-    glu_backward_float8,
-    glu_forward_float8,
-)
+from sft_play.models.fast.linears.glu import GluFunction
+from sft_play.models.fast.linears.glu_adapter import backward_with_adapter, forward_with_adapter
+from sft_play.models.fast.linears.glu_float8 import glu_backward_float8, glu_forward_float8
 from sft_play.models.fast.linears.lora import (
     LinearGroup,
     fuse_lora_linear,
@@ -61,7 +57,7 @@ def lora_mlp(x: Tensor, inner: LinearGroup, down: LinearGroup, activation: Activ
     bound, bound_down = inner.bind(), down.bind()
     if bound is None or bound_down is None:
         gate_output, up_output = split_halves(tuple(module(x) for module in inner.modules))
-        return down.modules[0](glu(gate_output, up_output, activation))
+        return down.modules[0](GluFunction.apply(gate_output, up_output, activation))
     x = to_compute_dtype(x)
     known = take(x) if bound.is_float8 else None
     parameters = (*bound.parameters, *bound_down.parameters)

@@ -9,7 +9,7 @@ bound. LoRA's thin products read the input as it was, and are added to what a fl
 rounded to 16 bits. In a layer that rounds, W_i is the rounded sum of the weight and the adapter.
 
 dU_i and dB_i both read dy_i, which is all that takes time. On a Hopper GPU one pass computes both
-(`adapter_kernels`) if the ranks of all linears are equal and small. Elsewhere they are products.
+(`adapter_gradients`) if the ranks of all linears are equal and small. Elsewhere they are products.
 
 Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all linears that share
 an input.
@@ -17,7 +17,7 @@ an input.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,15 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sft_play.models.delivered import DeliveredLinear
+from sft_play.models.fast.linears import adapter_gradients
+from sft_play.models.fast.linears.adapter_gradients import Factors
 from sft_play.models.fast.linears.four_bit import unpack
 from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.float8.quantize import input_product, product, quantize
 from sft_play.models.partitioned import gathered, is_partitioned
-from sft_play.plan.needs import HOPPER
-
-# A of all linears stacked (R, in), then each B (out, r), in the dtype of products; () without
-Factors = Sequence[Tensor]
 
 
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -159,11 +157,6 @@ def frozen_linear(base: nn.Module, adapter: Adapter | None) -> FrozenLinear:
     return FrozenLinear(base) if adapter is None else AdaptedLinear(base, adapter)
 
 
-# With 32, what a pass writes and adds up took as long on an H200 as reading dy again.
-LARGEST_RANK = 16
-ALIGNMENT = 16  # bytes that it loads at once
-
-
 class BoundLinears:
     """Linears that share an input, as long as their modules stay as they are."""
 
@@ -240,11 +233,9 @@ class BoundLinears:
         if not self.adapters:
             return None, []
         dy, b = [dy[place] for place in self.adapted], factors[1:]
-        if self.are_equal and fit_one_pass(dy, b):
-            from sft_play.models.fast.linears import adapter_kernels  # Triton needs a GPU
-
+        if self.are_equal and adapter_gradients.fit_one_pass(dy, b):
             scale, dtype = self.adapters[0].scale, self.parameters[0].dtype
-            return adapter_kernels.rank_and_output_gradients(dy, b, xa, scale, dtype)
+            return adapter_gradients.launch(dy, b, xa, scale, dtype)
         du = xa.new_empty(xa.shape)
         db = []
         for grad, each, adapter in zip(dy, b, self.adapters, strict=True):
@@ -273,28 +264,6 @@ class BoundLinears:
         if others:  # one kernel casts them
             torch._foreach_copy_(list(others.values()), [gradients[place] for place in others])
         return [others.get(place, each) for place, each in enumerate(gradients)]
-
-
-def fit_one_pass(dy: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Return whether one pass over dy computes what it takes two products for, and sooner.
-
-    The ranks and scales of the adapters are equal.
-    """
-    if not is_hopper(dy[0].device) or dy[0].element_size() != 2:
-        return False
-    from sft_play.models.fast.linears.adapter_kernels import MOST_SHARING  # Triton needs a GPU
-
-    if len(dy) > MOST_SHARING or b[0].shape[1] > LARGEST_RANK or not len(dy[0]):
-        return False
-    if any(grad.stride(1) != 1 for grad in dy) or not all(each.is_contiguous() for each in b):
-        return False
-    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in (*dy, *b))
-
-
-@cache
-def is_hopper(device: torch.device) -> bool:
-    """Return whether a device is a GPU for which the kernels of adapters are made."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 def a_gradient(du: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -28,7 +28,8 @@ def in_tiles(function: Function, x: Tensor, module: nn.Module) -> Tensor:
     The function is the module's, of each token alone and without chance.
     """
     held = _Hold.apply(x)
-    return _Tiles.apply(held, held.grad_fn, function, module, *_trained(module))
+    trained = [each for each in module.parameters() if each.requires_grad]
+    return _Tiles.apply(held, held.grad_fn, function, module, *trained)
 
 
 def without_gradients(function: Function, x: Tensor) -> Tensor:
@@ -53,10 +54,6 @@ def set_tiled(layer: nn.Module, is_on: bool) -> None:
             dropouts = [each.p for each in module.modules() if isinstance(each, nn.Dropout)]
             is_divided = any(map(is_partitioned, module.parameters()))
             module.is_tiled = is_on and not any(dropouts) and not is_divided
-
-
-def _trained(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 class _Hold(torch.autograd.Function):
@@ -90,7 +87,7 @@ class _Tiles(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and of the weights."""
         (x,) = ctx.holder.saved_tensors
-        weights = _trained(ctx.module)
+        weights = [each for each in ctx.module.parameters() if each.requires_grad]
         tokens, grads = x.flatten(0, -2), dy.flatten(0, -2)
         dx = torch.empty_like(tokens)
         sums: list[Tensor] = []

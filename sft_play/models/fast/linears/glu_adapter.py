@@ -1,22 +1,30 @@
-"""Triton kernels of `glu` that also compute thin products of the adapter of the linear behind it.
+"""`glu` with the thin products of the adapter of the linear that reads h.
 
     h A^T = (act(gate) * up) A^T     (N, r), forward
     dA = dU^T h                      (r, I), backward
-By itself each takes as long as reading h does. Here a program has a tile of h before it, which it
-need not read again; the backward pass does not even write h. Imported only on a GPU.
+
+By itself each takes as long as reading h does. On a Hopper GPU, for ranks of at most 16, a program
+has a tile of h already, which it need not read again; the backward pass does not even write h.
+Elsewhere `glu` runs, and they are products of their own.
 
 Legend: N rows, I features, r rank, P the rank that tl.dot takes, with zeros beyond r.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from sft_play.models.fast.linears import glu
 from sft_play.models.fast.linears.activations import Activation
-from sft_play.models.fast.linears.adapter_kernels import PADDED_RANK, processors, regions_of
-from sft_play.models.fast.linears.glu_kernels import gradients, sigmoid_argument
+from sft_play.models.fast.linears.adapter_gradients import (
+    LARGEST_RANK,
+    Factors,
+    is_hopper,
+    processors,
+    regions_of,
+)
+from sft_play.models.fast.linears.glu import argument_and_slope, gradients
 from sft_play.models.float8.kernels import load_float32, program_number
+from sft_play.models.optional_triton import tl, triton
 
 FORWARD_ROWS, BACKWARD_ROWS = 16, 32  # of a tile
 COLUMNS = 128  # of a tile
@@ -35,7 +43,7 @@ def _once(tile):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _forward(
+def _forward_kernel(
     gate,
     up,
     h,
@@ -64,7 +72,7 @@ def _forward(
         u = load_float32(up + row * up_stride + column, is_inside)
         is_a = (ranks[:, None] < rank) & is_column
         a_tile = tl.load(a + ranks[:, None] * features + column, is_a, 0.0)
-        p, _slope = sigmoid_argument(g, is_gelu)
+        p, _slope = argument_and_slope(g, is_gelu)
         product = _once((g * tl.sigmoid(p) * u).to(h.dtype.element_ty))
         tl.store(h + row * features + column, product, is_inside)
         total = tl.dot(product, tl.trans(a_tile), total)
@@ -79,7 +87,7 @@ def _load(matrix, start, stride, row, column, is_inside):
 
 
 @triton.jit(do_not_specialize=["rows", "region_rows"])
-def _backward(
+def _backward_kernel(
     dh,
     gate,
     up,
@@ -133,22 +141,62 @@ def _backward(
     tl.store(place, da, is_column & (ranks[:, None] < rank))
 
 
-def forward(gate: Tensor, up: Tensor, activation: Activation, a: Tensor) -> tuple[Tensor, Tensor]:
+# Forward a program computes whole rows: fewer of them would keep few of a GPU's processors busy.
+LEAST_ROWS = 4096
+
+
+def forward_with_adapter(
+    gate: Tensor, up: Tensor, activation: Activation, factors: Factors
+) -> tuple[Tensor, Tensor | None]:
+    """Return h (N, I), and h A^T (N, r) if the kernel has it. A (r, I), if there is an adapter."""
+    if not factors or not fit_one_kernel(gate, up, len(factors[0]), LEAST_ROWS):
+        return glu.glu_forward(gate, up, activation), None
+    return launch_forward(gate, up, activation, factors[0])
+
+
+def backward_with_adapter(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    dgate: Tensor,
+    dup: Tensor,
+    du: Tensor | None,
+) -> Tensor | None:
+    """Write dgate and dup (N, I); return dA (r, I) for dU (N, r) if the kernel has it.
+
+    Otherwise, if there is an adapter, h overwrites dh.
+    """
+    if du is not None and fit_one_kernel(gate, up, du.shape[1], 1):
+        return launch_backward(dh, gate, up, activation, dgate, dup, du)
+    return glu.glu_backward(dh, gate, up, activation, dgate, dup, h=None if du is None else dh)
+
+
+def fit_one_kernel(gate: Tensor, up: Tensor, rank: int, least_rows: int) -> bool:
+    """Return whether one kernel computes h, or its gradient, and the adapter's product."""
+    if not is_hopper(gate.device) or gate.element_size() != 2 or rank > LARGEST_RANK:
+        return False
+    return len(gate) >= least_rows and gate.stride(1) == up.stride(1) == 1
+
+
+def launch_forward(
+    gate: Tensor, up: Tensor, activation: Activation, a: Tensor
+) -> tuple[Tensor, Tensor]:
     """Return h = act(gate) * up (N, I), and h A^T (N, r) for A (r, I)."""
     (rows, features), rank = gate.shape, len(a)
-    assert rank <= PADDED_RANK and a.is_contiguous(), "a rank that is too large, or rows apart"
+    assert rank <= LARGEST_RANK and a.is_contiguous(), "a rank that is too large, or rows apart"
     h = gate.new_empty(gate.shape)
     xa = gate.new_empty(rows, rank)
-    _forward[(triton.cdiv(rows, FORWARD_ROWS),)](
+    _forward_kernel[(triton.cdiv(rows, FORWARD_ROWS),)](
         *(gate, up, h, a, xa, gate.stride(0), up.stride(0), features, rank, rows),
-        *(activation == "gelu_tanh", PADDED_RANK, FORWARD_ROWS, COLUMNS),
+        *(activation == "gelu_tanh", LARGEST_RANK, FORWARD_ROWS, COLUMNS),
         num_warps=WARPS,
         num_stages=STAGES,
     )
     return h, xa
 
 
-def backward(
+def launch_backward(
     dh: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -159,16 +207,16 @@ def backward(
 ) -> Tensor:
     """Write dgate and dup (N, I); return dA (r, I) in float32, for dU (N, r)."""
     (rows, features), rank = gate.shape, du.shape[1]
-    assert rank <= PADDED_RANK and du.is_contiguous(), "a rank that is too large, or rows apart"
+    assert rank <= LARGEST_RANK and du.is_contiguous(), "a rank that is too large, or rows apart"
     blocks = triton.cdiv(features, COLUMNS)
     most = round(PROGRAMS * processors(dh.device) / blocks)
     regions, region_rows = regions_of(rows, BACKWARD_ROWS, most)
     sums = dh.new_empty(regions, rank, features, dtype=torch.float32)
     matrices = (dh, gate, up, dgate, dup)
-    _backward[(blocks * regions,)](
+    _backward_kernel[(blocks * regions,)](
         *(*matrices, du, sums, *(each.stride(0) for each in matrices)),
         *(features, rank, rows, region_rows, activation == "gelu_tanh"),
-        *(PADDED_RANK, BACKWARD_ROWS, COLUMNS),
+        *(LARGEST_RANK, BACKWARD_ROWS, COLUMNS),
         num_warps=WARPS,
         num_stages=1,
         maxnreg=MOST_REGISTERS,

@@ -1,16 +1,18 @@
-"""Triton kernels of `glu` for linears in float8: what they compute is quantized in the same pass.
+"""`glu` for linears in float8: what it computes is quantized in the same pass.
 
 One program a row. It writes the row in 16 bits, which LoRA's products read, seeks the largest
-number meanwhile, and reads the row again from the cache to quantize it. Imported only on a GPU.
+number meanwhile, and reads the row again from the cache to quantize it. The reference computes and
+then quantizes.
+
+Legend: N tokens, I intermediate features.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from sft_play.models.fast.linears import glu
 from sft_play.models.fast.linears.activations import Activation
-from sft_play.models.fast.linears.glu_kernels import gradients, sigmoid_argument
+from sft_play.models.fast.linears.glu import argument_and_slope, gradients
 from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.kernels import (
     empty_rows,
@@ -19,13 +21,15 @@ from sft_play.models.float8.kernels import (
     quantize_row,
     scale_of,
 )
+from sft_play.models.float8.quantize import quantize
+from sft_play.models.optional_triton import tl, triton
 
 BLOCK = 2048  # features at a time: 8 of a thread, one 16-byte load of bfloat16
 WARPS = 8
 
 
 @triton.jit
-def _forward(
+def _forward_kernel(
     gate,
     up,
     h,
@@ -44,7 +48,7 @@ def _forward(
         inside = at < features
         g = load_float32(gate + row * gate_stride + at, inside)
         u = load_float32(up + row * up_stride + at, inside)
-        p, _slope = sigmoid_argument(g, is_gelu)
+        p, _slope = argument_and_slope(g, is_gelu)
         product = (g * tl.sigmoid(p) * u).to(h.dtype.element_ty)
         tl.store(h + row * features + at, product, inside)
         largest = tl.maximum(largest, tl.abs(product.to(tl.float32)))
@@ -56,7 +60,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _backward_kernel(
     dh,
     gate,
     up,
@@ -96,7 +100,7 @@ def _backward(
         largest_up = tl.maximum(largest_up, tl.abs(scaled))
     scale = scale_of(tl.max(largest_gate, 0))
     tl.store(gate_scales + row, scale)
-    tl.debug_barrier()  # as in `_forward`
+    tl.debug_barrier()  # as in `_forward_kernel`
     quantize_row(dgate + at_row, gate_columns, gate_values + at_row, scale, features, True, block)
     scale = scale_of(tl.max(largest_up, 0))
     tl.store(up_scales + row, scale)
@@ -104,7 +108,38 @@ def _backward(
     quantize_row(dup + at_row, up_columns, up_values + at_row, scale, features, True, block)
 
 
-def forward(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Quantized]:
+def glu_forward_float8(
+    gate: Tensor, up: Tensor, activation: Activation
+) -> tuple[Tensor, Quantized]:
+    """Return h (N, I) of gate and up (N, I), and h in float8; one kernel on a GPU."""
+    if gate.is_cuda:
+        return launch_forward(gate, up, activation)
+    h = glu.glu_forward(gate, up, activation)
+    return h, quantize(h)
+
+
+def glu_backward_float8(
+    dh: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    activation: Activation,
+    dgate: Tensor,
+    dup: Tensor,
+    gate_scales: Tensor,
+    up_scales: Tensor,
+) -> tuple[Quantized, Quantized]:
+    """Write dgate, dup and, in the place of dh, h; return dgate and dup (N, I) in float8.
+
+    They are multiplied by the scales (I,) of the rows of gate's and up's weights before.
+    """
+    if gate.is_cuda:
+        scales = (gate_scales, up_scales)
+        return launch_backward(dh, gate, up, activation, dgate, dup, *scales)
+    glu.glu_backward(dh, gate, up, activation, dgate, dup, h=dh)
+    return quantize(dgate, gate_scales), quantize(dup, up_scales)
+
+
+def launch_forward(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Quantized]:
     """Return h = act(gate) * up (N, I), and h in float8."""
     assert gate.stride(1) == up.stride(1) == 1, "features lie side by side"
     rows, features = gate.shape
@@ -112,11 +147,11 @@ def forward(gate: Tensor, up: Tensor, activation: Activation) -> tuple[Tensor, Q
     quantized = empty_rows(rows, features, gate.device)
     strides = (gate.stride(0), up.stride(0))
     flags = (activation == "gelu_tanh", BLOCK)
-    _forward[(rows,)](gate, up, h, *quantized, *strides, features, *flags, num_warps=WARPS)
+    _forward_kernel[(rows,)](gate, up, h, *quantized, *strides, features, *flags, num_warps=WARPS)
     return h, quantized
 
 
-def backward(
+def launch_backward(
     dh: Tensor,
     gate: Tensor,
     up: Tensor,
@@ -134,5 +169,5 @@ def backward(
     tensors = (dh, gate, up, dgate, dup, gate_scales, up_scales, *of_gate, *of_up)
     strides = (gate.stride(0), up.stride(0))
     flags = (activation == "gelu_tanh", BLOCK)
-    _backward[(rows,)](*tensors, *strides, features, *flags, num_warps=WARPS)
+    _backward_kernel[(rows,)](*tensors, *strides, features, *flags, num_warps=WARPS)
     return of_gate, of_up

@@ -1,11 +1,13 @@
-"""Triton kernels of the gradients of adapters: one pass over dy. Imported only on a GPU.
+"""Gradients of adapters: dU_i and dB_i by one pass over dy_i.
 
     dU_i = s dy_i B_i            (N, r)
     dB_i = s dy_i^T (x A_i^T)    (out_i, r)
 
-Each is a thin product, which takes as long as reading dy does; two products read it twice. Here a
-program reads some rows of some columns of dy, a tile at a time, and adds up both. Another kernel
-adds what the programs have found, in float32 and always in the same order.
+Each is a thin product, which takes as long as reading dy does; two products read it twice. On a
+Hopper GPU a program reads some rows of some columns of dy, a tile at a time, and adds up both.
+Another kernel adds what the programs have found, in float32 and always in the same order. The
+ranks and scales of all linears have to be equal, and the ranks small. Elsewhere `products` computes
+two products, which is the reference; both round a sum once.
 
 Legend: N rows, R the sum of the ranks r of all linears that share an input, `out_i` features of
 dy_i, P the rank that tl.dot takes, with zeros beyond r.
@@ -16,14 +18,19 @@ from functools import cache
 from itertools import accumulate
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.float8.kernels import program_number
+from sft_play.models.optional_triton import tl, triton
+from sft_play.plan.needs import HOPPER
 
+# A of all linears stacked (R, in), then each B (out, r), in the dtype of products; () without
+Factors = Sequence[Tensor]
 MOST_SHARING = 3  # linears that share an input: those of queries, keys and values
-PADDED_RANK = 16  # the least that tl.dot takes
+# The least that tl.dot takes; with 32, what a pass writes and adds up took as long on an H200 as
+# reading dy again.
+LARGEST_RANK = 16
+ALIGNMENT = 16  # bytes that a pass over dy loads at once
 ROWS = 64  # of a tile of dy
 COLUMNS = 512  # of a tile of dy
 STAGES = 3  # tiles on their way: as many as a Hopper GPU's shared memory holds
@@ -154,13 +161,33 @@ def _add(
         tl.store(db + row * rank + ranks, total, (row < outs) & is_rank)
 
 
+def fit_one_pass(dy: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
+    """Return whether one pass over dy computes what it takes two products for, and sooner.
+
+    The ranks and scales of the adapters are equal.
+    """
+    if not is_hopper(dy[0].device) or dy[0].element_size() != 2:
+        return False
+    if len(dy) > MOST_SHARING or b[0].shape[1] > LARGEST_RANK or not len(dy[0]):
+        return False
+    if any(grad.stride(1) != 1 for grad in dy) or not all(each.is_contiguous() for each in b):
+        return False
+    return all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in (*dy, *b))
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a device is a GPU for which the kernels of adapters are made."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
+
+
 @cache
 def processors(device: torch.device) -> int:
     """Return how many multiprocessors a GPU has."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def rank_and_output_gradients(
+def launch(
     dy: Sequence[Tensor], b: Sequence[Tensor], xa: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
     """Return dU (N, R) in the dtype of dy, and dB_i (out_i, r) in `dtype`.
@@ -170,7 +197,7 @@ def rank_and_output_gradients(
     """
     rows, linears = len(xa), len(dy)
     rank = b[0].shape[1]
-    assert linears <= MOST_SHARING and rank <= PADDED_RANK, "too many linears or ranks"
+    assert linears <= MOST_SHARING and rank <= LARGEST_RANK, "too many linears or ranks"
     assert xa.shape[1] == linears * rank, "ranks differ"
     assert xa.stride(1) == 1 and all(each.is_contiguous() for each in b), "numbers lie apart"
     assert all(grad.stride(1) == 1 for grad in dy), "features lie apart"
@@ -178,8 +205,8 @@ def rank_and_output_gradients(
     blocks = [triton.cdiv(out, COLUMNS) for out in outs]
     # one program on each processor, whose shared memory its tiles fill
     regions, region_rows = regions_of(rows, ROWS, processors(xa.device) // sum(blocks))
-    sums_u = xa.new_empty(sum(blocks), rows, PADDED_RANK, dtype=torch.float32)
-    sums_b = xa.new_empty(regions, sum(outs), PADDED_RANK, dtype=torch.float32)
+    sums_u = xa.new_empty(sum(blocks), rows, LARGEST_RANK, dtype=torch.float32)
+    sums_b = xa.new_empty(regions, sum(outs), LARGEST_RANK, dtype=torch.float32)
     du = torch.empty_like(xa, memory_format=torch.contiguous_format)
     db = xa.new_empty(sum(outs), rank, dtype=dtype)
     ends = _three(list(accumulate(blocks)), sum(blocks))
@@ -190,13 +217,13 @@ def rank_and_output_gradients(
         *_three([each.data_ptr() for each in b], b[0].data_ptr()),
         *(*strides, *_three(outs, 0), *ends[:2]),
         *(xa, sums_u, sums_b, xa.stride(0), rank, rows, region_rows),
-        *(PADDED_RANK, ROWS, COLUMNS),
+        *(LARGEST_RANK, ROWS, COLUMNS),
         num_warps=8,
         num_stages=STAGES,
     )
     _add[(sums,)](
         *(sums_u, sums_b, du, db, *ends, linears, rank, rows, sum(outs), regions, scale),
-        *(PADDED_RANK, SUM_ROWS),
+        *(LARGEST_RANK, SUM_ROWS),
         num_warps=4,
     )
     return du, list(db.split(outs))
