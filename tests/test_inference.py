@@ -125,7 +125,7 @@ def test_a_run_with_flash_attention_2_answers_where_it_cannot_be_used(copied, ca
     asked = config.model.model_copy(update={"attn_implementation": "flash_attention_2"})
     trained = load_run(copied, "cpu", config.model_copy(update={"model": asked}))
     assert trained.model.config._attn_implementation == "sdpa"
-    assert "model.attn_implementation=flash_attention_2 of the run cannot be used" in caplog.text
+    assert "model.attn_implementation=flash_attention_2 of the run needs a GPU" in caplog.text
 
 
 def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatch, capsys):
