@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from sft_play.commands.ask import Request, ask
+from sft_play.commands.ask import Reply, Request, ask
 from sft_play.commands.runs import verdict_lines
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import is_structured, settings
@@ -102,7 +102,7 @@ def train(
     """
     options = {"distributed": distributed, "deepspeed": deepspeed, "backend": backend}
     answer = _ask("train", config, settings, quiet, **options)
-    run = Run(Path(answer["folder"]))
+    run = Run(Path(answer.path))
     report = run.report
     if report.state == "done":
         return run
@@ -120,7 +120,7 @@ def plan(
 ) -> Plan:
     """Return what a run would do here, or with `gpus="2xH200"` elsewhere. Raises: as `train`."""
     answer = _ask("plan", config, settings, False, distributed=distributed, deepspeed=deepspeed)
-    return Plan(answer["text"], answer["fits"], answer["values"])
+    return Plan(answer.text, answer.fits, answer.values)
 
 
 def preview(
@@ -128,7 +128,7 @@ def preview(
 ) -> Preview:
     """Return what the model sees of training rows, as `make preview` does. Raises: as `train`."""
     answer = _ask("preview", config, settings, False, rows=rows)
-    return Preview(answer["text"], Path(answer["page"]))
+    return Preview(answer.text, Path(answer.path))
 
 
 def report(run: str | os.PathLike[str] | None = None, output_dir: str = "outputs") -> Run:
@@ -202,14 +202,14 @@ def _ask(
     given: Mapping[str, Any],
     quiet: bool,
     **options: Any,
-) -> Json:
+) -> Reply:
     """Return the answer of a command. Raises: its error."""
     asked = read_settings(given)
     path = None if config is None else os.fspath(config)
     request = Request(command, path, asked.overrides, **options)
     found = ask(request, asked.variables, quiet)
-    if "error" in found:
-        raise of_class(found["exit_class"], found["error"])
+    if found.error is not None:
+        raise of_class(found.exit_class, found.error)
     return found
 
 

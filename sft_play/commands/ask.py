@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from sft_play import stops
 from sft_play.commands import plan as planning
@@ -25,7 +26,7 @@ from sft_play.config.loader import PACKAGE, environment
 from sft_play.errors import SftPlayError
 from sft_play.masking import mask_secrets
 from sft_play.progress import log_to_stderr
-from sft_play.runs.files import Json, write_json
+from sft_play.runs.files import Json, read_json, write_json
 
 # Started anywhere: for a notebook the project may not be the current folder
 PROGRAM = """
@@ -49,7 +50,19 @@ class Request:
     rows: int = 3  # of a preview
 
 
-def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> Json:
+@dataclass(frozen=True)
+class Reply:
+    """What a command answers; what it does not have is None."""
+
+    path: str | None = None  # of the run that is trained, or of the page of a preview
+    text: str | None = None  # of a plan or a preview
+    fits: bool | None = None  # whether a plan does
+    values: Json | None = None  # of plan --json
+    error: str | None = None
+    exit_class: int | None = None  # of the error
+
+
+def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> Reply:
     """Run a command to its end, print its lines unless `quiet`, and return its answer.
 
     KeyboardInterrupt stops it with a checkpoint, a second one kills it.
@@ -85,7 +98,7 @@ def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> Json:
             raise SftPlayError(
                 f"{request.command} ended with exit code {code}; the reason is above"
             )
-        return json.loads(answer.read_text(encoding="utf-8"))
+        return Reply(**read_json(answer))
 
 
 def _show(process: subprocess.Popen[str], quiet: bool) -> None:
@@ -103,42 +116,36 @@ def main() -> None:
     request = Request(**json.loads(sys.argv[3]))
     try:
         call = read_call(request.config, request.overrides)
-        if request.command == "plan":
-            write_json(answer, _plan(call, request))
-        elif request.command == "preview":
-            write_json(answer, _preview(call, request))
-        else:
+        if request.command == "train":
             _train(call, request, answer)
+        write_json(answer, _reply(call, request))
     except SftPlayError as error:
-        write_json(answer, {"error": mask_secrets(str(error)), "exit_class": int(error.exit_class)})
+        reply = Reply(error=mask_secrets(str(error)), exit_class=int(error.exit_class))
+        write_json(answer, reply)
         sys.exit(int(error.exit_class))
 
 
-def _train(call: Call, request: Request, answer: Path) -> None:
+def _train(call: Call, request: Request, answer: Path) -> NoReturn:
     """Answer with the run's folder, and become its launcher. Raises: StoppedOnRequest."""
     with stops.stopped_with(NOT_BEGUN):
         folder, planned, early = prepare_run(
             call, request.distributed, request.deepspeed, request.backend
         )
-        write_json(answer, {"folder": str(folder.path)})
+        write_json(answer, Reply(path=str(folder.path)))
         sys.stdout.flush()
         hand_over(folder, planned, call, early)
 
 
-def _plan(call: Call, request: Request) -> Json:
-    planned = planning.plan_for_display(call, request.distributed, request.deepspeed)
-    as_json = planning.plan_text(call, planned, as_json=True)
-    return {
-        "text": planning.plan_text(call, planned, as_json=False),
-        "fits": planned.plan.fits,
-        "values": json.loads(as_json),
-    }
-
-
-def _preview(call: Call, request: Request) -> Json:
+def _reply(call: Call, request: Request) -> Reply:
+    """Return the answer of plan or preview."""
+    if request.command == "plan":
+        planned = planning.plan_for_display(call, request.distributed, request.deepspeed)
+        text = planning.plan_text(call, planned, as_json=False)
+        values = json.loads(planning.plan_text(call, planned, as_json=True))
+        return Reply(text=text, fits=planned.plan.fits, values=values)
     loaded = load_config(call)
     planned = plan_run(call, loaded)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         page = reading.preview(planned, loaded.source, request.rows, None, no_color=True)
-    return {"text": printed.getvalue(), "page": str(page)}
+    return Reply(text=printed.getvalue(), path=str(page))

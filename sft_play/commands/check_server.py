@@ -82,7 +82,7 @@ class Server:
 
     url: str  # up to /v1
     model: str
-    key: str | None = None
+    key: str | None
 
     @classmethod
     def asked(cls, call: Call) -> "Server":

@@ -63,7 +63,6 @@ class FileCall:
     loaded: LoadedConfig  # the run's settings, with those on top that were given
     sampling: SamplingRequest
     inputs: Path
-    device: str  # cuda or cpu
 
     @classmethod
     def read(cls, call: Call, run: RunFolder, prompt: str | None) -> "FileCall | None":
@@ -80,8 +79,7 @@ class FileCall:
         if inputs is None:
             return None
         loaded = use.settings_of(call, run, "infer")
-        device = call.machine.kind
-        return cls(call, run, loaded, read_sampling(call.environ), Path(inputs), device)
+        return cls(call, run, loaded, read_sampling(call.environ), Path(inputs))
 
     @property
     def out(self) -> Path:
@@ -170,7 +168,8 @@ def _answer_share(
     from sft_play.inference.file_answers import answer_prompts
     from sft_play.inference.load import load_to_answer
 
-    trained = load_to_answer(asked.run, asked.device, asked.loaded.config, asked.sampling)
+    device = asked.call.machine.kind
+    trained = load_to_answer(asked.run, device, asked.loaded.config, asked.sampling)
     answer_prompts(trained, prompts, file, place, asked.sampling.seed, advance)
 
 

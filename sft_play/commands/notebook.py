@@ -1,6 +1,5 @@
 """`make convert-notebook` and `make check-notebook`. Loads no torch."""
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -87,4 +86,4 @@ def _document(call: Call) -> Document:
 
 
 def _title(document: Document) -> str:
-    return f"{os.fspath(document.path)}: {Notebook(document).kind.value}"
+    return f"{document.path}: {Notebook(document).kind.value}"

@@ -53,7 +53,7 @@ def resumption(call: Call) -> Resumption:
             "leave one out"
         )
     if asked not in (None, "auto", "never"):
-        return Resumption(_resuming(call, Path(asked)))
+        return Resumption(_with(call, RESUME_FROM, Path(asked)))
     folder = run_of_name(call)
     if folder is None and asked == "auto":
         raise ConfigError(
@@ -96,7 +96,7 @@ def _going_on(call: Call, folder: RunFolder) -> Resumption:
     if not has_checkpoint(folder.path):
         return Resumption(call)
     print(f"run {folder.path} continues; another RUN starts a new run")
-    return Resumption(_resuming(call, folder.path))
+    return Resumption(_with(call, RESUME_FROM, folder.path))
 
 
 def refuse_other_run(call: Call, folder: RunFolder) -> None:
@@ -104,9 +104,8 @@ def refuse_other_run(call: Call, folder: RunFolder) -> None:
 
     Raises: ConfigError with a line for each; DataError for files that cannot be read.
     """
-    asked = AskedRun.read(folder)
-    loaded = load_config(_resuming(call, folder.path))
-    settings = _other_settings(loaded, folder, asked)
+    loaded = load_config(_with(call, RESUME_FROM, folder.path))
+    settings = _other_settings(loaded, folder)
     rows = other_rows(loaded, folder)
     if not settings and not rows:
         return
@@ -117,9 +116,10 @@ def refuse_other_run(call: Call, folder: RunFolder) -> None:
     raise ConfigError("\n".join([head, *settings, *rows, advice]))
 
 
-def _other_settings(loaded: LoadedConfig, folder: RunFolder, asked: AskedRun) -> list[str]:
+def _other_settings(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
     """Return a line for each given setting that a finished run was not trained with."""
     trained = folder.read_config()
+    asked = AskedRun.read(folder)
     own = f"{displayed(folder.path / 'config.yaml')}:"
     problems = []
     for path in of_class(OnResume.MUST_MATCH):
@@ -141,12 +141,8 @@ def other_rows(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
     return lines
 
 
-def _resuming(call: Call, path: Path) -> Call:
-    return _with(call, RESUME_FROM, str(path))
-
-
-def _with(call: Call, path: str, value: str) -> Call:
-    return dataclasses.replace(call, environ={**call.environ, env_name(path): value})
+def _with(call: Call, path: str, value: object) -> Call:
+    return dataclasses.replace(call, environ={**call.environ, env_name(path): str(value)})
 
 
 def plan_of_resumed(resume_from: str | None) -> RunPlan | None:
