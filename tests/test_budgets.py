@@ -40,7 +40,7 @@ TOKENS = {
     "config": 24_100,
     "data": 69_200,
     "evaluation": 13_060,
-    "inference": 18_750,
+    "inference": 18_710,
     "models": 111_990,
     "monitor": 7_880,
     "notebooks": 13_580,

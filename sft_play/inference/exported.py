@@ -140,11 +140,11 @@ def link_files(source: Path, target: Path, *left_out: str) -> None:
 
     Tensors are hard links if the disk has them; the others are copied, as an export changes them.
     """
-    ignored = {str(source): shutil.ignore_patterns(*OF_A_RUN, *left_out)}
+    chosen = shutil.ignore_patterns(*OF_A_RUN, *left_out)
     shutil.copytree(
         source,
         target,
-        ignore=lambda at, names: ignored[at](at, names) if at in ignored else (),
+        ignore=lambda at, names: chosen(at, names) if at == str(source) else (),
         copy_function=_link_or_copy,
     )
 
@@ -206,18 +206,13 @@ def messages_of(
     shape = template_messages([*system, Message("user", CONTENT)])
     try:
         before, _, after = ChatTemplate(tokenizer).render_prompt(shape, ()).partition(CONTENT)
-    except RenderError:
-        return None
-    if not (text.startswith(before) and text.endswith(after)):
-        return None
-    messages = [*system, Message("user", text[len(before) : len(text) - len(after)])]
-    try:
+        question = text.removeprefix(before).removesuffix(after)
+        messages = [*system, Message("user", question)]
         # a server reads special tokens in a message as the tokens
         ids = render_prompt(messages, tokenizer, tokens_in_text="allow")
-        is_same = ids == list(prompt)
     except RenderError:
         return None
-    return template_messages(messages) if is_same else None
+    return template_messages(messages) if ids == list(prompt) else None
 
 
 def answered(trained: TrainedModel, prompt: list[int], messages: Messages | None) -> ParityRow:
