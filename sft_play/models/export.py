@@ -35,25 +35,24 @@ OF_LOADING = ("is_local", "local_files_only")  # transformers 5 saves how it loa
 TEMPLATE_FILE = "chat_template.jinja"
 COUNTED_ROWS = 1000  # every row of a template ends its answers alike
 # Tokens that vocabularies have for padding, if the tokenizer does not name one
-PAD_TOKENS = (
-    *("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>", "<|padding|>", "<PAD>"),
-    *("<|endoftext|>", "<unk>"),
-)
+PAD_TOKENS = """
+<|finetune_right_pad_id|> <pad> [PAD] <|pad|> <|padding|> <PAD> <|endoftext|> <unk>
+""".split()
 
 # Of one call, not of a model, with what transformers takes if a file has none of them. Each lets
 # generate() return something else than ids, demand another argument, or end an answer by itself.
 OF_A_CALL = {
-    "return_dict_in_generate": (None, False),
-    "output_attentions": (None, False),
-    "output_hidden_states": (None, False),
-    "output_scores": (None, False),
-    "output_logits": (None, False),
-    "num_return_sequences": (None, 1),
-    "prompt_lookup_num_tokens": (None,),
-    "stop_strings": (None,),
-    "max_time": (None,),
-    "forced_eos_token_id": (None,),
-    "dola_layers": (None,),
+    "return_dict_in_generate": False,
+    "output_attentions": False,
+    "output_hidden_states": False,
+    "output_scores": False,
+    "output_logits": False,
+    "num_return_sequences": 1,
+    "prompt_lookup_num_tokens": None,
+    "stop_strings": None,
+    "max_time": None,
+    "forced_eos_token_id": None,
+    "dola_layers": None,
 }
 
 
@@ -164,8 +163,8 @@ def _leave_out_calls(generation: GenerationConfig) -> None:
     """Set what belongs to one call to what transformers takes without it, with a warning."""
     found = {
         name: getattr(generation, name)
-        for name, harmless in OF_A_CALL.items()
-        if getattr(generation, name, None) not in harmless
+        for name, default in OF_A_CALL.items()
+        if getattr(generation, name, None) not in (None, default)
     }
     for name in found:
         setattr(generation, name, None)
@@ -204,7 +203,7 @@ def _pad_token(tokenizer: PreTrainedTokenizerBase) -> str:
 
     Trainers mask padding: a stop that is padding too would not be learned from this folder.
     """
-    ids = tokenizer.convert_tokens_to_ids(list(PAD_TOKENS))
+    ids = tokenizer.convert_tokens_to_ids(PAD_TOKENS)
     for token, token_id in zip(PAD_TOKENS, ids, strict=True):
         is_known = token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token
         if is_known and token_id != tokenizer.eos_token_id:
