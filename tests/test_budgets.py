@@ -40,13 +40,13 @@ TOKENS = {
     "config": 24_100,
     "data": 69_200,
     "evaluation": 13_060,
-    "inference": 18_710,
+    "inference": 18_700,
     "models": 111_990,
     "monitor": 7_880,
     "notebooks": 13_580,
     "plan": 48_750,
     "reporting": 10_690,
-    "runs": 14_980,
+    "runs": 14_970,
     "training": 46_950,
 }
 FILES = 340

@@ -36,10 +36,12 @@ from sft_play.runs.exports import (
 from sft_play.runs.folder import RunFolder
 
 QUANTIZATION = "Q8_0"  # nearest to what was scored at half the size of 16 bits
-# Variables that only some formats read, and these formats in words
+# Variables that only some formats read
 OF_FORMATS = {
-    **dict.fromkeys(("QUANT", "LLAMA_CPP", "PRE_TOKENIZER"), (("gguf",), "gguf")),
-    "EXPORT_MIN_GAIN": (COMPRESSED, "fp8, int4, nvfp4 or awq"),
+    "QUANT": ("gguf",),
+    "LLAMA_CPP": ("gguf",),
+    "PRE_TOKENIZER": ("gguf",),
+    "EXPORT_MIN_GAIN": COMPRESSED,
 }
 LOOPBACK = "127.0.0.1"
 PORT = 8000
@@ -57,9 +59,10 @@ def read_export(call: Call, run: RunFolder) -> ExportAsked:
     kind = given.choice("FORMAT", FORMATS) or FORMATS[0]
     dtype = use.asked_dtype(call, run, "export")
     least_gain = given.number("EXPORT_MIN_GAIN", lambda share: 0 <= share <= 1, "from 0 to 1")
-    for name, (formats, words) in OF_FORMATS.items():
+    for name, formats in OF_FORMATS.items():
         if kind not in formats and given.text(name):
-            given.problems.append(f"{name}: FORMAT={kind} does not read it; set FORMAT={words}")
+            those = " or ".join(formats)
+            given.problems.append(f"{name}: FORMAT={kind} does not read it; set FORMAT={those}")
     if kind in ADAPTERS and dtype is not None:
         given.problems.append(f"MODEL_DTYPE={dtype}: FORMAT={kind} does not read it")
     refuse(given.problems)

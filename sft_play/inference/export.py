@@ -46,11 +46,9 @@ def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
     with staged(export.target) as work:
         written = write(export, work / FILES, work / "model")
         complete(export, work / FILES, device, written.scores)
-    published = (f"exported {export.target}{end}" for end in written.published)
-    return [
-        *(*written.lines, *written.scores, *published),
-        *not_scored(export.config, asked.format),
-    ]
+    lines = written.lines + written.scores
+    lines += [f"exported {export.target}{end}" for end in written.published]
+    return lines + not_scored(export.config, asked.format)
 
 
 def write_safetensors(export: Export, staging: Path, _: Path) -> Written:

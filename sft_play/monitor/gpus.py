@@ -47,11 +47,11 @@ PCIE_PATHS = {
 # (nvmlDeviceGetNvLinkVersion)
 NVLINK_GENERATION = {6: 1, 7: 2, 8: 3, 9: 4, 10: 5}
 COLUMN = 8  # characters of a column of the table of links
-ABILITIES_OF_CPU = (
+ABILITIES_OF_CPU = [
     "precision: float32, and bfloat16 if TRAIN_BF16=true asks for it; NF4 weights under qlora",
     "bnb backend on the CPU: lora, qlora, full in float32",
     "unsloth backend: not here, it needs an NVIDIA GPU",
-)
+]
 
 
 @dataclass(frozen=True)
@@ -71,22 +71,21 @@ def gpu_info_lines(environ: Mapping[str, str]) -> list[str]:
     """Return what this host trains with, one fact a line; the first is `Number of GPUs: N`."""
     gpus, reason = nvml_gpus(environ)
     host = host_memory()
-    return [
-        f"Number of GPUs: {len(gpus)}",
-        *([f"no GPU: {reason}"] if reason else []),
-        *(
+    lines = [f"Number of GPUs: {len(gpus)}"]
+    if reason:
+        lines.append(f"no GPU: {reason}")
+    for gpu in gpus:
+        lines.append(
             f"cuda:{gpu.index} {gpu.name}: {gib(gpu.free_bytes)} of {gib(gpu.total_bytes)} GiB "
             f"free, capability {dotted(gpu.capability)}, "
             f"bf16 {'yes' if gpu.supports_bf16 else 'no'}"
-            for gpu in gpus
-        ),
-        *_order_lines(gpus, environ),
-        *(_connection_lines(gpus) if gpus else []),
-        f"CPU: {cpu_count()} cores, {gib(host.available_bytes)} of {gib(host.total_bytes)} GiB RAM "
-        "available",
-        _torch_line(),
-        *(_ability_lines(gpus) if gpus else ABILITIES_OF_CPU),
-    ]
+        )
+    lines += _order_lines(gpus, environ)
+    if gpus:
+        lines += _connection_lines(gpus)
+    ram = f"{gib(host.available_bytes)} of {gib(host.total_bytes)} GiB RAM available"
+    lines += [f"CPU: {cpu_count()} cores, {ram}", _torch_line()]
+    return lines + (_ability_lines(gpus) if gpus else ABILITIES_OF_CPU)
 
 
 def gpu_facts(environ: Mapping[str, str]) -> Json:

@@ -34,10 +34,10 @@ SHAPE = {
     "tuning.lora.modules_to_save": "modules_to_save",
 }
 # What a run's stamp has besides
-OF_RUN = (
-    *("tuning.lora.experts", "tuning.lora.trainable_tokens"),
-    *("model.add_tokens", "model.chat_template", "model.template_kwargs", "model.template_date"),
-)
+OF_RUN = """
+tuning.lora.experts tuning.lora.trainable_tokens model.add_tokens model.chat_template
+model.template_kwargs model.template_date
+""".split()
 
 
 def find_adapter(named: str, output_dir: Path) -> Path:
