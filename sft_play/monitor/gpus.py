@@ -22,6 +22,7 @@ from sft_play.plan.devices import (
     nvml_session,
 )
 from sft_play.runs.files import Json
+from sft_play.runs.tables import aligned
 
 NF4_CAPABILITY = (6, 0)  # the least that bitsandbytes' documentation asks for
 
@@ -46,7 +47,6 @@ PCIE_PATHS = {
 # by the major compute capability of the chip: drivers have numbered one generation in several ways
 # (nvmlDeviceGetNvLinkVersion)
 NVLINK_GENERATION = {6: 1, 7: 2, 8: 3, 9: 4, 10: 5}
-COLUMN = 8  # characters of a column of the table of links
 ABILITIES_OF_CPU = [
     "precision: float32, and bfloat16 if TRAIN_BF16=true asks for it; NF4 weights under qlora",
     "bnb backend on the CPU: lora, qlora, full in float32",
@@ -159,19 +159,16 @@ def _connection_lines(gpus: tuple[Gpu, ...]) -> Iterator[str]:
     for link in found:
         codes[link.first, link.second] = codes[link.second, link.first] = link.path.code
     columns = gpus if found else ()
-    yield _row("", [f"cuda:{gpu.index}" for gpu in columns], "PCIe to the host")
+    rows = [["", *(f"cuda:{gpu.index}" for gpu in columns), "PCIe to the host"]]
     with nvml_session() as nvml:
         for gpu in gpus:
             cells = [codes.get((gpu.index, other.index), "-") for other in columns]
             slot = _slot_words(nvml, nvml.nvmlDeviceGetHandleByUUID(gpu.uuid))
-            yield _row(f"cuda:{gpu.index}", cells, slot)
+            rows.append([f"cuda:{gpu.index}", *cells, slot])
+    yield from aligned(rows, left=range(len(rows[0])))
     if any(link.is_nvlink for link in found):
         generation = NVLINK_GENERATION.get(gpus[0].capability[0], "unknown")
         yield f"NV18 is 18 NVLinks; those of {gpus[0].name} are of generation {generation}"
-
-
-def _row(name: str, cells: list[str], end: str) -> str:
-    return "".join(f"{cell:<{COLUMN}}" for cell in (name, *cells)) + end
 
 
 def _slot_words(nvml: ModuleType, handle: Any) -> str:

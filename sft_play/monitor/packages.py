@@ -16,7 +16,7 @@ from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan.devices import Gpu
 from sft_play.runs.tables import aligned
 
-PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))  # as in tools/install
+PYTHONS = [(3, minor) for minor in range(11, 15)]  # as in tools/install
 # GPU images bring 2.11, the CPU pin is 2.13: the code runs on all of them
 TORCH_RANGE = ">=2.11,<2.14"
 # Of a range: what requirements.lock pins, and what make test-newest ran last
@@ -27,13 +27,8 @@ INSTALL_TORCH = (
     f"python -m pip install 'torch{TORCH_RANGE}' --index-url https://download.pytorch.org/whl/cu130"
 )
 NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-# Of train.report_to; mlflow-skinny has the client alone
-TRACKERS = {
-    "tensorboard": ("tensorboard",),
-    "wandb": ("wandb",),
-    "mlflow": ("mlflow", "mlflow-skinny"),
-    "trackio": ("trackio",),
-}
+# of a name in train.report_to; mlflow-skinny contains only the client
+PACKAGES_OF_TRACKER = {"mlflow": ("mlflow", "mlflow-skinny")}  # else the package of its name
 
 
 @dataclass(frozen=True)
@@ -99,7 +94,7 @@ def installed_version(name: str) -> str | None:
 def check_trackers(names: Iterable[str]) -> None:
     """Raise EnvironmentFault for the first tracker whose package is not installed."""
     for name in names:
-        if not any(map(installed_version, TRACKERS[name])):
+        if not any(map(installed_version, PACKAGES_OF_TRACKER.get(name, (name,)))):
             raise EnvironmentFault(
                 f"train.report_to={name}: its package is not installed; type "
                 f"{sys.executable} -m pip install {name}, or TRAIN_REPORT_TO=tensorboard"
