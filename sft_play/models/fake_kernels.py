@@ -18,11 +18,7 @@ from torch.nn import functional
 from transformers import masking_utils
 
 from sft_play.models.fast.attention.reference import AllocatedFlashAttention
-from sft_play.models.fast.linears import glu, glu_float8, lora
-from sft_play.models.fast.linears import products as linear_products
-from sft_play.models.fast.setup import Gradients
-from sft_play.models.float8 import linear as float8_linear
-from sft_play.models.float8.format import FLOAT8, Quantized
+from sft_play.models.fast.setup import Gradients, to_compute_dtype
 from sft_play.models.traced_gpu import tracing_gpu
 from sft_play.plan.fast import MIN_CAPABILITY
 
@@ -43,7 +39,7 @@ def scaled_dot_product_attention(
     """
     if not isinstance(query, FakeTensor):
         return torch_attention(query, key, value, attn_mask, *more, **settings)
-    cast = [lora.to_compute_dtype(tensor) for tensor in (query, key, value)]
+    cast = [to_compute_dtype(tensor) for tensor in (query, key, value)]
     return AllocatedFlashAttention.apply(*cast, attn_mask)
 
 
@@ -73,25 +69,6 @@ def grouped_mm(x: Tensor, other: Tensor, *, offs: Tensor) -> Tensor:
     return FakeGroupedProduct.apply(x, other, len(offs))
 
 
-def quantize(x: Tensor, *_: Any) -> Quantized:
-    """`float8.quantize.quantize`: allocates its output and a float32 for each row."""
-    scales = x.new_empty(len(x), dtype=torch.float32)
-    return Quantized(torch.empty_like(x, dtype=FLOAT8), scales)
-
-
-def float8_product(x: Quantized, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`float8.quantize.product`: allocates only its output."""
-    return x.scales.new_empty(len(x.scales), len(weight), dtype=dtype)
-
-
-def float8_input_product(dy: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """`float8.quantize.input_product`: allocates its output, and a transposed weight."""
-    transposed = torch.empty_like(weight)
-    dx = dy.scales.new_empty(len(dy.scales), weight.shape[1], dtype=dtype)
-    del transposed
-    return dx
-
-
 _is_autocast_enabled = torch.is_autocast_enabled
 
 
@@ -114,22 +91,9 @@ VALUE_READERS: dict[Any, dict[str, Any]] = {
     # the step passes its own mask for packed rows
     masking_utils: {"find_packed_sequence_indices": lambda position_ids: None},
 }
-FLOAT8_PRODUCTS = {
-    "quantize": quantize,
-    "product": float8_product,
-    "input_product": float8_input_product,
-}
 GPU_KERNELS: dict[Any, dict[str, Any]] = {
     functional: {"scaled_dot_product_attention": scaled_dot_product_attention, "dropout": dropout},
     torch: {"is_autocast_enabled": is_autocast_enabled},
-    linear_products: FLOAT8_PRODUCTS,
-    float8_linear: FLOAT8_PRODUCTS,
-    # a GLU allocates its output alone; its gradients are written to memory that is there
-    glu: {
-        "glu_forward": lambda gate, *_: gate.new_empty(gate.shape),
-        "glu_backward": lambda *_, **__: None,
-    },
-    glu_float8: {"quantize": quantize},
     torch.cuda: {"get_device_capability": lambda device=None: MIN_CAPABILITY},
 }
 

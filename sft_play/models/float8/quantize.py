@@ -28,6 +28,8 @@ Legend: N rows or tokens, F features of a row, `in` and `out` features of a weig
 import torch
 from torch import Tensor
 
+from sft_play.models import traced_gpu
+from sft_play.models.float8 import kernels
 from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
 
 # What half the numbers of a row may be off by, relative to their size. In e4m3's normal range it is
@@ -44,9 +46,10 @@ def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
     On a GPU one kernel reads and writes them, elsewhere the reference below does.
     """
     if x.is_cuda:
-        from sft_play.models.float8 import kernels  # Triton needs a GPU when it is imported
-
         return kernels.quantize(x, column_scales)
+    if traced_gpu.is_on:
+        scales = x.new_empty(len(x), dtype=torch.float32)
+        return Quantized(torch.empty_like(x, dtype=FLOAT8), scales)
     return quantize_reference(x, column_scales)
 
 
@@ -134,15 +137,20 @@ def product(x: Quantized, weight: Tensor, scales: Tensor, dtype: torch.dtype) ->
     """Return y (N, out) in `dtype` of x (N, in), weight (out, in) and its scales (out,)."""
     if weight.is_cuda:
         return _scaled_mm(x, weight.t(), scales).to(dtype)
+    if traced_gpu.is_on:
+        return scales.new_empty(len(x.scales), len(weight), dtype=dtype)
     return _reference(x, weight.t(), scales).to(dtype)
 
 
 def input_product(dy: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return dx (N, in) in `dtype` of dy (N, out), which the weight's scales have multiplied."""
+    if traced_gpu.is_on:
+        transposed = torch.empty_like(weight)
+        dx = dy.scales.new_empty(len(dy.scales), weight.shape[1], dtype=dtype)
+        del transposed
+        return dx
     ones = torch.ones(weight.shape[1], device=weight.device)
     if weight.is_cuda:
-        from sft_play.models.float8 import kernels
-
         return _scaled_mm(dy, kernels.transposed(weight).t(), ones).to(dtype)
     return _reference(dy, weight, ones).to(dtype)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from sft_play.models import traced_gpu
 from sft_play.models.fast.linears.activations import (
     GELU_CUBE,
     GELU_SLOPE,
@@ -49,6 +50,8 @@ def glu_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """Return h (N, I) of gate and up (N, I), whose rows need not be adjacent in memory."""
     if gate.is_cuda:
         return launch_forward(gate, up, activation)
+    if traced_gpu.is_on:
+        return gate.new_empty(gate.shape)
     g = widen(gate)
     u = widen(up)
     p, _ = sigmoid_argument(g, activation)
@@ -70,6 +73,8 @@ def glu_backward(
     """
     if gate.is_cuda:
         return launch_backward(dh, gate, up, activation, dgate, dup, h)
+    if traced_gpu.is_on:
+        return None  # nothing is allocated
     g = widen(gate)
     u = widen(up)
     d = widen(dh)
