@@ -104,8 +104,7 @@ class LoraMlpFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: Tensor) -> Gradients:
         """Return the gradients of x and of the adapters."""
-        inner: BoundLinears = ctx.inner
-        down: BoundLinears = ctx.down
+        inner, down = ctx.inner, ctx.down
         dy = dy.flatten(0, -2)
         x, xa, ha, *saved = ctx.saved_tensors
         outputs = saved[: len(inner.linears)]
@@ -123,6 +122,7 @@ class LoraMlpFunction(torch.autograd.Function):
         else:
             da = backward_with_adapter(dh, *halves, du)
         down_gradients = down.adapter_gradients(dh, du, db, da)
+        del dh, du, db, da  # before the gradient of x is allocated
         du, db = inner.rank_and_output_gradients(grads, xa, factors)
         dx = None
         if ctx.needs_input_grad[0]:
