@@ -266,7 +266,9 @@ def copy_adapters_at_once(model: nn.Module, wrapped: nn.Module) -> None:
     """
     decoder = decoder_of(base_model_of(model))
     groups = []
-    for group in groups_of(decoder):
+    found = groups_of(decoder)
+    forget_changed(found)
+    for group in found:
         parameters = group.bind().parameters if group.bind() else ()
         if {(each.dtype, each.requires_grad) for each in parameters} == {(torch.float32, True)}:
             groups.append(group)
@@ -327,17 +329,8 @@ class AdapterCopies:
             return
         with torch.no_grad():
             if not self.copies or self.copies[0].dtype != dtype:
-                self._allocate(dtype)
+                self.copies = []
+                for bound in self.bound:
+                    stacked, *b = bound.copies = bound.factors(dtype)
+                    self.copies += [*stacked.split(bound.ranks), *b]
             torch._foreach_copy_(self.copies, self.adapters)
-
-    def _allocate(self, dtype: torch.dtype) -> None:
-        sizes = [adapter.numel() for adapter in self.adapters]
-        flat = self.adapters[0].new_empty(sum(sizes), dtype=dtype)
-        parts = zip(flat.split(sizes), self.adapters, strict=True)
-        self.copies = [part.view(adapter.shape) for part, adapter in parts]
-        remaining = iter(self.copies)
-        for bound in self.bound:
-            a, *more = [next(remaining) for _ in bound.parameters]
-            # the A of a group are neighbors in `flat`
-            stacked = a.as_strided((sum(bound.ranks), a.shape[1]), a.stride())
-            bound.copies = (stacked, *more[len(bound.ranks) - 1 :])
