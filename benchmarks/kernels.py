@@ -1,7 +1,7 @@
 """Each optional kernel on and off: what it adds to the speed of a training step.
 
 python -m benchmarks.kernels --workloads 8b-lora 8b-qlora
-python -m benchmarks.kernels --workloads 1b-lora --kernels glu "glu with adapter, forward" --graphs
+python -m benchmarks.kernels --workloads 1b-lora --kernels glu norms --graphs
 python -m benchmarks.kernels --workloads tiny
 
 A model with random weights takes some steps with all kernels, then some with one of them replaced
@@ -38,13 +38,12 @@ from sft_play.models import mxfp4
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.experts import products as expert_products
 from sft_play.models.fast.graphs import decoder as graphs
-from sft_play.models.fast.linears import activations, adapter_gradients, glu, glu_adapter, lora, mlp
+from sft_play.models.fast.linears import activations, adapter_gradients, glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.loss import head as loss_head
 from sft_play.models.fast.loss import linear_cross_entropy
 from sft_play.models.fast.norms import residual
 from sft_play.models.fast.setup import base_model_of, is_fused
-from sft_play.models.float8.quantize import quantize
 from sft_play.models.load import load_model
 from sft_play.process import Process
 
@@ -78,9 +77,7 @@ Change = tuple[object, str, Any]  # an owner, the name of an attribute, and its 
 
 def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
     """Return what replaces each kernel by its reference."""
-    fits = glu_adapter.fit_one_kernel
     modules = list(base_model_of(model).modules())
-    groups = lora.groups_of(decoder_of(base_model_of(model)))
     layers = [module for module in modules if is_fused(module, residual.layer_forward)]
     own_forward = [(layer, "forward", MethodType(type(layer).forward, layer)) for layer in layers]
     norms = [module for module in modules if hasattr(module, "norm_kind") and layers]
@@ -88,32 +85,17 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
     has_gpu = torch.cuda.is_available()  # which Liger's kernels need
     return {
         "adapter gradients": [(adapter_gradients, "fit_one_pass", lambda *_: False)],
-        "adapter copies": [
-            (lora.AdapterCopies, "__call__", lambda *_: None),
-            *((group.bind(), "copies", ()) for group in groups if group.bind()),
-        ],
         "4-bit unpack": [(linear_products, "unpack", unpack)],
         "4-bit unpack, experts": [
             (expert_products, "lines_of", lambda _: None),
             (linear_products, "unpack", unpack),
         ],
         "glu": [
-            (glu_adapter, "fit_one_kernel", lambda *_: False),
-            (glu, "glu_forward", glu_forward),
-            (glu, "glu_backward", glu_backward),
-        ],
-        "glu with adapter, forward": [
-            (mlp, "forward_with_adapter", lambda *args: (glu.glu_forward(*args[:3]), None))
-        ],
-        "glu with adapter, backward": [
-            (glu_adapter, "fit_one_kernel", lambda *args: args[-1] > 1 and fits(*args))
-        ],
-        "glu float8": [
-            (mlp, "glu_forward_float8", glu_forward_float8),
-            (mlp, "glu_backward_float8", glu_backward_float8),
+            (owner, name, function)
+            for owner in (glu, mlp)
+            for name, function in (("glu_forward", glu_forward), ("glu_backward", glu_backward))
         ],
         "mlp as one function": [(mlp, "lora_mlp", mlp_by_linears)],
-        "norms in float8": [(residual, "reads_float8", lambda _: False)],
         "norms": [(residual, "_kernels", lambda _: residual.Reference)],
         "norms and sums in one": [*own_forward, *(liger if has_gpu else [])],
         "liger's norms": [(residual, "normalize", normalize)],
@@ -144,17 +126,6 @@ def glu_backward(
     dup.copy_(d * g * s)
     if h is not None:
         h.copy_(g * s * u)
-
-
-def glu_forward_float8(*args: Any) -> tuple[Tensor, Any]:
-    h = glu.glu_forward(*args)
-    return h, quantize(h)
-
-
-def glu_backward_float8(dh: Tensor, *args: Any) -> tuple[Any, Any]:
-    *outputs, dgate, dup, gate_scales, up_scales = args
-    glu.glu_backward(dh, *outputs, dgate, dup, h=dh)
-    return quantize(dgate, gate_scales), quantize(dup, up_scales)
 
 
 def mlp_by_linears(
@@ -201,7 +172,6 @@ class Trained:
             "tuning": {"mode": workload.mode, "base_dtype": workload.base_dtype},
         }
         self.model = load_model(Config.model_validate(settings), self.process).train()
-        lora.copy_adapters_at_once(self.model, self.model)
         self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         for weight in self.trained:
             nn.init.normal_(weight, std=0.02)  # PEFT's B are zeros

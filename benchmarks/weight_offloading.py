@@ -55,7 +55,6 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
     from sft_play.config.schema import Config
     from sft_play.models.architecture import decoder_layers
     from sft_play.models.checkpointing import checkpoint_layers
-    from sft_play.models.fast.linears.lora import copy_adapters_at_once
     from sft_play.models.fast.loss.head import fused_nll
     from sft_play.models.fast.setup import base_model_of
     from sft_play.models.load import WeightPlaces, load_model
@@ -83,7 +82,6 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
     load_seconds, load_gib = time.monotonic() - started, _take_peak_gib()
     layers = decoder_layers(base_model_of(model))
     checkpoint_layers(base_model_of(model), len(layers) - args.kept)
-    copy_adapters_at_once(model, model)
     trained = [weight for weight in model.train().parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     losses: list[torch.Tensor] = []

@@ -19,6 +19,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from sft_play.models.fast.linears import glu as glu_module
+from sft_play.models.fast.linears import mlp as mlp_module
 from sft_play.models.fast.linears.activations import activation_of
 from sft_play.models.fast.linears.glu import GluFunction, glu_backward, glu_forward
 from sft_play.models.fast.linears.lora import LinearGroup
@@ -244,12 +245,12 @@ def test_activations_are_known_by_what_they_compute():
 
 MUTANTS = {
     "product from the gradients": (
-        glu_module,
+        mlp_module,
         "glu_backward",
         lambda f: lambda dh, g, u, act, dg, du, h: f(dh, g, u, act, dg, du),
     ),
     "gate and up exchanged": (
-        glu_module,
+        mlp_module,
         "glu_backward",
         lambda f: lambda dh, g, u, act, dg, du, h: f(dh, u, g, act, dg, du, h),
     ),

@@ -20,7 +20,7 @@ from sft_play import timeline
 from sft_play.config.schema import Config
 from sft_play.models.fast import record
 from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
-from sft_play.models.fast.linears import glu, mlp
+from sft_play.models.fast.linears import mlp
 from sft_play.models.fast.record import ProofStore
 from sft_play.plan import counting
 from sft_play.process import Process
@@ -229,14 +229,14 @@ def scale_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scale_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = glu.glu_backward
+    right = mlp.glu_backward
 
     def wrong(dh, gate, up, activation, dgate, dup, **settings):
         right(dh, gate, up, activation, dgate, dup, **settings)
         dgate.mul_(1.01)
         dup.mul_(1.01)
 
-    monkeypatch.setattr(glu, "glu_backward", wrong)
+    monkeypatch.setattr(mlp, "glu_backward", wrong)
 
 
 @pytest.mark.parametrize("mutate", [scale_output, scale_gradients])

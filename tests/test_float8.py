@@ -9,11 +9,10 @@ from torch import nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.reference_copies import in_float32
 from sft_play.models.float8 import quantize as products
 from sft_play.models.float8.format import FLOAT8, LARGEST
-from sft_play.models.float8.linear import Float8Linear, hand_over, is_float8, take
+from sft_play.models.float8.linear import Float8Linear, is_float8
 from sft_play.models.float8.loading import float8_config
 from sft_play.models.float8.quantize import quantize, quantize_weight, why_not_quantized
 from sft_play.models.load import load_base, load_model
@@ -264,29 +263,3 @@ def test_a_fused_step_over_float8_is_that_of_the_own_code(steps, dtype, allowed)
     assert fused_loss.item() == pytest.approx(loss.item(), rel=allowed / 10)
     # a number next to a border of e4m3 falls on another side: an eighth of it
     assert (fused - own).norm() / own.norm() < allowed
-
-
-def test_rows_that_are_handed_over_leave_the_tensor_with_whoever_takes_them():
-    x = numbers(2, 3, 16)
-    assert take(x) is None
-    rows = quantize(x.view(6, 16))
-    hand_over(x, rows)
-    assert take(x) is rows
-    assert take(x) is None, "autograd keeps x, and would keep them"
-
-
-def test_only_what_no_kernel_of_ours_computes_is_quantized_by_itself(config_of, monkeypatch):
-    model = load_model(config_of(train={"fast_path": True}), CPU).train()
-    shapes = []
-
-    def counted(x, *scales):
-        shapes.append((tuple(x.shape), bool(scales)))
-        return quantize(x, *scales)
-
-    monkeypatch.setattr(linear_products, "quantize", counted)
-    model(input_ids=torch.arange(3, 13)[None]).logits.sum().backward()
-    # of each of two layers: forward the output of attention, as norms and the MLP quantize what
-    # they compute; backward the gradients of all linears but gate and up. The first layer's q, k
-    # and v have none to give
-    assert sum(not scaled for _, scaled in shapes) == 2
-    assert sum(scaled for _, scaled in shapes) == 2 * 5 - 3

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from sft_play.config.schema import Config
-from sft_play.models.fast.linears import glu, glu_float8
 from sft_play.models.float8 import quantize as products
 from sft_play.models.float8.format import FLOAT8, Quantized
 from sft_play.models.float8.linear import Float8Linear
@@ -101,50 +100,6 @@ def test_a_layer_computes_nothing_that_is_not_finite_for_zero_rows_and_outliers(
     y.backward(numbers(64, 512))
     assert y.isfinite().all() and x.grad.isfinite().all()
     assert torch.equal(y[1], layer.bias) and not x.grad[1].any()
-
-
-def near(found: Quantized, expected: Quantized) -> bool:
-    """Return whether rows agree but for numbers next to a border of e4m3."""
-    one, other = (rows.dequantized(torch.float32) for rows in (found, expected))
-    return bool((one - other).norm() <= 0.02 * other.norm())
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("features", [1500, 14336])
-def test_the_mlps_kernels_quantize_what_their_references_do(activation, features):
-    torch.manual_seed(0)
-    gate, up = torch.randn(33, 2 * features, device=GPU, dtype=torch.bfloat16).chunk(2, -1)
-    gate[3], up[4] = 0, 1e4
-    h, in_float8 = glu_float8.glu_forward_float8(gate, up, activation)
-    expected = glu.glu_forward(gate.cpu(), up.cpu(), activation).to(GPU)
-    torch.testing.assert_close(h, expected, rtol=2**-7, atol=1e-5)
-    assert near(in_float8, quantize_reference(h))
-    assert not in_float8.values[3].float().any() and in_float8.scales[3] == 1
-
-    dh = torch.randn(33, features, device=GPU, dtype=torch.bfloat16)
-    columns = torch.rand(2, features, device=GPU) + 0.1
-    dgate, dup, plain_gate, plain_up = (torch.empty_like(dh) for _ in range(4))
-    product = dh.clone()
-    glu.glu_backward(product, gate, up, activation, plain_gate, plain_up, product)
-    found = glu_float8.glu_backward_float8(dh, gate, up, activation, dgate, dup, *columns)
-    for one, other in ((dh, product), (dgate, plain_gate), (dup, plain_up)):
-        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-5)
-    assert near(found[0], quantize_reference(dgate, columns[0]))
-    assert near(found[1], quantize_reference(dup, columns[1]))
-
-
-@pytest.mark.parametrize("features", [100, 4096, 8192])
-def test_a_norm_quantizes_what_it_computes(features):
-    from sft_play.models.fast.norms.rms import LLAMA
-
-    from sft_play.models.fast.norms import residual_kernels
-
-    x, stream = (numbers(33, features) for _ in range(2))
-    weight = torch.rand(features, device=GPU, dtype=torch.bfloat16)
-    y, _, _, in_float8 = residual_kernels.forward(x, stream, weight, 1e-6, LLAMA, True)
-    expected = quantize_reference(y)
-    assert torch.equal(in_float8.scales, expected.scales)
-    assert torch.equal(in_float8.values.view(torch.uint8), expected.values.view(torch.uint8))
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ IMPORT = """
 import sys
 
 sys.modules["triton"] = None  # as if it were not installed
-from sft_play.models.fast.linears import adapter_gradients, four_bit, glu, glu_adapter, glu_float8
+from sft_play.models.fast.linears import adapter_gradients, four_bit, glu
 
 assert callable(glu.launch_forward) and glu.BLOCK == 1024
 assert four_bit._CODES_A_WORD == four_bit.CODES_A_WORD

@@ -1,9 +1,5 @@
 """A linear layer whose frozen weight is in float8, and that multiplies float8 numbers.
 
-A kernel that computes what such linears read may quantize it, too. These rows travel as an
-attribute of the tensor, which modules pass on unchanged (`hand_over`). Whoever takes them removes
-them: autograd stores the tensor, and would store them with it.
-
 Legend: N tokens, `in` and `out` features.
 """
 
@@ -117,23 +113,3 @@ def refuse_merging(model: PeftModel) -> None:
     for module in model.modules():
         if type(module) is PeftLinear and is_float8(module):
             module.__class__ = Float8LoraLinear
-
-
-NAME = "rows_in_float8"
-
-
-def hand_over(x: Tensor, quantized: Quantized) -> None:
-    """Leave x (..., F) in float8 (N, F) for the linears that read it."""
-    setattr(x, NAME, quantized)
-
-
-def take(x: Tensor) -> Quantized | None:
-    """Return what was left with x, which is gone from it then; None if nothing was."""
-    return vars(x).pop(NAME, None) if hasattr(x, NAME) else None
-
-
-def reads_float8(module: nn.Module) -> bool:
-    """Return whether a linear of a module is in float8; looked up once."""
-    if "reads_float8" not in vars(module):
-        vars(module)["reads_float8"] = any(is_float8(part) for part in module.modules())
-    return vars(module)["reads_float8"]

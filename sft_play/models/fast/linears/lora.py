@@ -24,20 +24,16 @@ from peft.tuners.lora.bnb import Linear4bit as PeftLinear4bit
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.parallel import DistributedDataParallel
 
-from sft_play.models.architecture import decoder_of
 from sft_play.models.delivered import DeliveredLinear, DeliveredLoraLinear
 from sft_play.models.fast.linears.products import (
     Adapter,
     BoundLinears,
     frozen_linear,
 )
-from sft_play.models.fast.setup import Gradients, base_model_of, is_training, to_compute_dtype
-from sft_play.models.float8.format import Quantized
-from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear, take
+from sft_play.models.fast.setup import Gradients, is_training, to_compute_dtype
+from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing
-from sft_play.models.sharding import is_divided
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -67,9 +63,7 @@ class LinearGroup:
         bound = self.bound if self.state else self.bind()
         if bound is None:
             return None
-        x = to_compute_dtype(x)
-        known = take(x) if bound.is_float8 else None
-        return LoraLinearsFunction.apply(x, known, bound, *bound.parameters)
+        return LoraLinearsFunction.apply(to_compute_dtype(x), bound, *bound.parameters)
 
 
 class ModuleState:
@@ -227,17 +221,15 @@ class LoraLinearsFunction(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,
-        known: Quantized | None,
         linears: BoundLinears,
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i).
 
-        `known` is x in float8, if the kernel that computed it has quantized it. `parameters` are
-        those of the bound linears, which autograd has to know.
+        `parameters` are those of the bound linears, which autograd has to know.
         """
         factors = linears.factors(x.dtype)
-        outputs, xa = linears.project(x.flatten(0, -2), factors, known)
+        outputs, xa = linears.project(x.flatten(0, -2), factors)
         ctx.save_for_backward(x, xa, *factors)
         ctx.linears = linears
         shape = x.shape[:-1]
@@ -255,29 +247,7 @@ class LoraLinearsFunction(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = linears.input_gradient(dy, du, factors).view(x.shape)
-        return dx, None, None, *linears.adapter_gradients(x.flatten(0, -2), du, db)
-
-
-def copy_adapters_at_once(model: nn.Module, wrapped: nn.Module) -> None:
-    """Copy a model's adapters before each forward pass of its decoder in training.
-
-    Only if they are complete on one device: `wrapped`, what the trainer calls, is the model or
-    DDP.
-    """
-    decoder = decoder_of(base_model_of(model))
-    groups = []
-    found = groups_of(decoder)
-    forget_changed(found)
-    for group in found:
-        parameters = group.bind().parameters if group.bind() else ()
-        if {(each.dtype, each.requires_grad) for each in parameters} == {(torch.float32, True)}:
-            groups.append(group)
-    are_complete = wrapped is model or isinstance(wrapped, DistributedDataParallel)
-    if not groups or not are_complete or is_divided(model):
-        return
-    copies = AdapterCopies(groups)
-    if len({adapter.device for adapter in copies.adapters}) == 1:
-        decoder.register_forward_pre_hook(copies)
+        return dx, None, *linears.adapter_gradients(x.flatten(0, -2), du, db)
 
 
 def groups_of(decoder: nn.Module) -> list[LinearGroup]:
@@ -300,37 +270,3 @@ def forget_changed(groups: Sequence[LinearGroup], *_: Any) -> None:
     for group in groups:
         if group.state is not None and not group.state.is_current():
             group.state = None
-
-
-class AdapterCopies:
-    """A hook that copies the adapters of groups of linears to `BoundLinears.copies`.
-
-    Fused linears multiply in 16 bits, and adapters are trained in 32. A kernel that casts the
-    adapters of one linear is too small to keep a GPU busy: 128 of them take 2 ms of a step of 8B on
-    an H200, and a few for all adapters do the same work at once. Backward needs the copies anyway.
-    """
-
-    def __init__(self, groups: Sequence[LinearGroup]):
-        self.bound = [group.bind() for group in groups]
-        # of each group all A, then all B
-        self.adapters = [each for bound in self.bound for each in bound.parameters]
-        self.copies: list[Tensor] = []
-
-    def __call__(self, decoder: nn.Module, *_: Any) -> None:
-        """Refresh the copies if adapters are multiplied in another dtype than their own."""
-        if not is_training(decoder):
-            return
-        device = self.adapters[0].device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        elif self.copies:  # products of weights in 16 bits find them without autocast, too
-            dtype = self.copies[0].dtype
-        else:
-            return
-        with torch.no_grad():
-            if not self.copies or self.copies[0].dtype != dtype:
-                self.copies = []
-                for bound in self.bound:
-                    stacked, *b = bound.copies = bound.factors(dtype)
-                    self.copies += [*stacked.split(bound.ranks), *b]
-            torch._foreach_copy_(self.copies, self.adapters)

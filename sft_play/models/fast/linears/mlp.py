@@ -23,9 +23,7 @@ from sft_play.models.experts import find_experts
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.linears import tiles
 from sft_play.models.fast.linears.activations import Activation
-from sft_play.models.fast.linears.glu import GluFunction
-from sft_play.models.fast.linears.glu_adapter import backward_with_adapter, forward_with_adapter
-from sft_play.models.fast.linears.glu_float8 import glu_backward_float8, glu_forward_float8
+from sft_play.models.fast.linears.glu import GluFunction, glu_backward, glu_forward
 from sft_play.models.fast.linears.lora import (
     LinearGroup,
     fuse_lora_linear,
@@ -43,8 +41,6 @@ from sft_play.models.fast.setup import (
     is_fused,
     is_training,
 )
-from sft_play.models.float8.format import Quantized
-from sft_play.models.float8.linear import take
 
 
 def lora_mlp(x: Tensor, inner: LinearGroup, down: LinearGroup, activation: Activation) -> Tensor:
@@ -58,10 +54,8 @@ def lora_mlp(x: Tensor, inner: LinearGroup, down: LinearGroup, activation: Activ
     if bound is None or bound_down is None:
         gate_output, up_output = split_halves(tuple(module(x) for module in inner.modules))
         return down.modules[0](GluFunction.apply(gate_output, up_output, activation))
-    x = to_compute_dtype(x)
-    known = take(x) if bound.is_float8 else None
     parameters = (*bound.parameters, *bound_down.parameters)
-    return LoraMlpFunction.apply(x, known, bound, bound_down, activation, *parameters)
+    return LoraMlpFunction.apply(to_compute_dtype(x), bound, bound_down, activation, *parameters)
 
 
 def split_halves(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -76,25 +70,15 @@ class LoraMlpFunction(torch.autograd.Function):
     def forward(
         ctx,
         x: Tensor,
-        known: Quantized | None,
         inner: BoundLinears,
         down: BoundLinears,
         activation: Activation,
         *parameters: Tensor,
     ) -> Tensor:
-        """Return y (..., out) of x (..., in).
-
-        `known` is x in float8. `parameters` are those of the bound linears.
-        """
+        """Return y (..., out) of x (..., in); `parameters` are those of the bound linears."""
         factors, down_factors = inner.factors(x.dtype), down.factors(x.dtype)
-        outputs, xa = inner.project(x.flatten(0, -2), factors, known)
-        gate, up = split_halves(outputs)
-        h_in_float8, ha = None, None
-        if down.is_float8:
-            h, h_in_float8 = glu_forward_float8(gate, up, activation)
-        else:
-            h, ha = forward_with_adapter(gate, up, activation, down_factors)
-        (y,), ha = down.project(h, down_factors, h_in_float8, ha)
+        outputs, xa = inner.project(x.flatten(0, -2), factors)
+        (y,), ha = down.project(glu_forward(*split_halves(outputs), activation), down_factors)
         ctx.save_for_backward(x, xa, ha, *outputs, *factors, *down_factors)
         ctx.inner, ctx.down, ctx.activation = inner, down, activation
         # no view: a model may add to what it gets in place
@@ -116,19 +100,16 @@ class LoraMlpFunction(torch.autograd.Function):
         grads = [torch.empty_like(output) for output in outputs]
         halves = (*split_halves(outputs), ctx.activation, *split_halves(grads))
         # The outputs of gate and up are not overwritten: a second backward pass may need them.
-        known, da = None, None
-        if ctx.needs_input_grad[0] and len(inner.row_scales) == 2:
-            known = glu_backward_float8(dh, *halves, *inner.row_scales)
-        else:
-            da = backward_with_adapter(dh, *halves, du)
-        down_gradients = down.adapter_gradients(dh, du, db, da)
-        del dh, du, db, da  # before the gradient of x is allocated
+        h = None if du is None else dh  # overwritten: the adapter of down reads h again
+        glu_backward(dh, *halves, h=h)
+        down_gradients = down.adapter_gradients(dh, du, db)
+        del dh, h, du, db  # before the gradient of x is allocated
         du, db = inner.rank_and_output_gradients(grads, xa, factors)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = inner.input_gradient(grads, du, factors, known).view(x.shape)
+            dx = inner.input_gradient(grads, du, factors).view(x.shape)
         gradients = inner.adapter_gradients(x.flatten(0, -2), du, db)
-        return dx, None, None, None, None, *gradients, *down_gradients
+        return dx, None, None, None, *gradients, *down_gradients
 
 
 def install_mlp(setup: TrainingSetup) -> int:

@@ -81,10 +81,8 @@ class FrozenLinear:
         bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(inputs.x, self.full_weight(dtype), bias)
 
-    def input_gradient(
-        self, dy: Tensor, dx: Tensor | None, known: Quantized | None = None
-    ) -> Tensor:
-        """Return dx + dy W (N, in); `known` is dy in float8, times the scales of the weight."""
+    def input_gradient(self, dy: Tensor, dx: Tensor | None) -> Tensor:
+        """Return dx + dy W (N, in)."""
         with self.gathering():
             weight = self.full_weight(dy.dtype)
             return dy @ weight if dx is None else dx.addmm_(dy, weight)
@@ -139,12 +137,9 @@ class QuantizedLinear(AdaptedLinear):
             y.addmm_(u, b.t(), alpha=adapter.scale)
         return y
 
-    def input_gradient(
-        self, dy: Tensor, dx: Tensor | None, known: Quantized | None = None
-    ) -> Tensor:
+    def input_gradient(self, dy: Tensor, dx: Tensor | None) -> Tensor:
         """Return dx + dy W (N, in)."""
-        known = quantize(dy, self.row_scales) if known is None else known
-        part = input_product(known, self.weight, dy.dtype)
+        part = input_product(quantize(dy, self.row_scales), self.weight, dy.dtype)
         return part if dx is None else dx.add_(part)
 
 
@@ -162,65 +157,43 @@ class BoundLinears:
 
     def __init__(self, linears: Sequence[FrozenLinear]):
         self.linears = linears
-        quantized = [each for each in linears if isinstance(each, QuantizedLinear)]
-        self.row_scales = [each.row_scales for each in quantized]
-        self.is_float8 = bool(quantized)
+        self.is_float8 = any(isinstance(each, QuantizedLinear) for each in linears)
         self.is_rounded = isinstance(linears[0], RoundedLinear)
         self.adapters = [each.adapter for each in linears if each.adapter is not None]
         self.adapted = [place for place, each in enumerate(linears) if each.adapter is not None]
         self.ranks = [adapter.rank for adapter in self.adapters]
         self.parameters = (*(each.a for each in self.adapters), *(each.b for each in self.adapters))
-        self.copies: Factors = ()  # of the parameters, if something else casts them
         self.are_equal = len({(each.rank, each.scale) for each in self.adapters}) == 1
 
     def factors(self, dtype: torch.dtype) -> Factors:
-        """Return the adapters in `dtype`: the copies if they are, else cast here by one kernel.
+        """Return the adapters in `dtype`, cast by one kernel.
 
         The A are stacked to one matrix, so that x is read once for all of them.
         """
         if not self.adapters:
             return ()
-        if self.copies and self.copies[0].dtype == dtype:
-            return self.copies
         a, b = self.parameters[: len(self.ranks)], self.parameters[len(self.ranks) :]
         stacked = a[0].new_empty(sum(self.ranks), a[0].shape[1], dtype=dtype)
         cast_b = [torch.empty_like(each, dtype=dtype) for each in b]
         torch._foreach_copy_([*stacked.split(self.ranks), *cast_b], self.parameters)
         return stacked, *cast_b
 
-    def project(
-        self, x: Tensor, factors: Factors, known: Quantized | None, xa: Tensor | None = None
-    ) -> tuple[list[Tensor], Tensor | None]:
-        """Return y_i (N, out_i) of x (N, in), and x A^T (N, R).
-
-        `known` is x in float8, and `xa` is x A^T, if whoever computed x has them.
-        """
-        if xa is None and factors:
-            xa = x @ factors[0].t()
-        if self.is_float8 and known is None:
-            known = quantize(x)
-        inputs = Inputs(x, factors, xa, known)
+    def project(self, x: Tensor, factors: Factors) -> tuple[list[Tensor], Tensor | None]:
+        """Return y_i (N, out_i) of x (N, in), and x A^T (N, R)."""
+        xa = x @ factors[0].t() if factors else None
+        inputs = Inputs(x, factors, xa, quantize(x) if self.is_float8 else None)
         return [linear.output(inputs) for linear in self.linears], xa
 
-    def input_gradient(
-        self,
-        dy: Sequence[Tensor],
-        du: Tensor | None,
-        factors: Factors,
-        known: Sequence[Quantized | None] | None = None,
-    ) -> Tensor:
+    def input_gradient(self, dy: Sequence[Tensor], du: Tensor | None, factors: Factors) -> Tensor:
         """Return dx (N, in) = dU A + sum_i dy_i W_i, accumulated in one buffer.
 
-        A rounded W_i has its adapter in it. `known` are dy_i in float8, multiplied by the scales of
-        the weight, or None.
+        A rounded W_i includes its adapter.
         """
         # a float8 product has an output of its own, which the adapters' part is added to
         is_first = bool(factors) and not (self.is_float8 or self.is_rounded)
         dx = du @ factors[0] if is_first else None
-        for grad, linear, quantized in zip(
-            dy, self.linears, known or [None] * len(dy), strict=True
-        ):
-            dx = linear.input_gradient(grad, dx, quantized)
+        for grad, linear in zip(dy, self.linears, strict=True):
+            dx = linear.input_gradient(grad, dx)
         return dx.addmm_(du, factors[0]) if factors and self.is_float8 else dx
 
     def rank_and_output_gradients(
@@ -244,18 +217,12 @@ class BoundLinears:
             db.append(torch.empty_like(each).addmm_(grad.t(), xa[:, columns], beta=0, alpha=scale))
         return du, db
 
-    def adapter_gradients(
-        self, x: Tensor, du: Tensor | None, db: list[Tensor], da: Tensor | None = None
-    ) -> list[Tensor]:
-        """Return the gradients of `parameters` in their dtype; x (N, in), du (N, R).
-
-        `da` is dA of all adapters (R, in), if whoever computed x has it.
-        """
+    def adapter_gradients(self, x: Tensor, du: Tensor | None, db: list[Tensor]) -> list[Tensor]:
+        """Return the gradients of `parameters` in their dtype; x (N, in), du (N, R)."""
         if not self.adapters:
             return []
         dtype = self.parameters[0].dtype
-        da = a_gradient(du, x, dtype) if da is None else da
-        gradients = [*da.split(self.ranks), *db]
+        gradients = [*a_gradient(du, x, dtype).split(self.ranks), *db]
         others = {
             place: torch.empty_like(each, dtype=dtype)
             for place, each in enumerate(gradients)

@@ -26,9 +26,6 @@ from torch.autograd.function import once_differentiable
 from sft_play.models import traced_gpu
 from sft_play.models.checkpointing import FORWARD_CHECKPOINTS
 from sft_play.models.fast.setup import Gradients, is_training
-from sft_play.models.float8.format import FLOAT8, Quantized
-from sft_play.models.float8.linear import hand_over, reads_float8, take
-from sft_play.models.float8.quantize import quantize
 from sft_play.models.partitioned import gathered, is_partitioned
 
 
@@ -141,13 +138,11 @@ def layer_forward(
     norm2 = getattr(self, roles.norm2)
     block1 = getattr(self, roles.block1)
     block2 = getattr(self, roles.block2)
-    normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind, reads_float8(block1))
+    normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind)
     mixed = block1(hidden_states=normed, **roles.arguments_of(kwargs))
-    take(normed)  # if no linear has
     mixed = _scaled(mixed[0] if roles.is_tuple1 else mixed, roles.multiplier)
-    normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind, reads_float8(block2))
+    normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind)
     output = block2(normed)
-    take(normed)
     return stream + _scaled(output[0] if roles.is_tuple2 else output, roles.multiplier)
 
 
@@ -156,22 +151,13 @@ def _scaled(x: Tensor, multiplier: float) -> Tensor:
 
 
 def add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: nn.Module,
-    kind: NormKind,
-    in_float8: bool = False,
+    x: Tensor, residual: Tensor | None, norm: nn.Module, kind: NormKind
 ) -> tuple[Tensor, Tensor]:
     """Return norm(s) and s = residual + x, each (..., H) in the type of x; s is x if no residual.
 
     Use this s instead of x afterwards: its gradient and the norm's are then added in one pass.
-    With `in_float8`, norm(s) is handed over in float8, too.
     """
-    weight = norm.weight
-    y, s, *quantized = AddNormFunction.apply(x, residual, weight, epsilon(norm), kind, in_float8)
-    if quantized:
-        hand_over(y, Quantized(*quantized))
-    return y, s
+    return AddNormFunction.apply(x, residual, norm.weight, epsilon(norm), kind)
 
 
 class AddNormFunction(torch.autograd.Function):
@@ -185,29 +171,23 @@ class AddNormFunction(torch.autograd.Function):
         weight: Tensor,
         eps: float,
         kind: NormKind,
-        in_float8: bool,
-    ) -> tuple[Tensor, ...]:
-        """Return y and s (..., H); if asked for, values (N, H) and scales (N,) of y in float8."""
+    ) -> tuple[Tensor, Tensor]:
+        """Return y and s (..., H)."""
         assert not weight.requires_grad, "a norm whose weight is trained"
-        y, s, inverse_rms, quantized = _kernels(x).forward(
-            x, residual, weight, eps, kind, in_float8
-        )
+        y, s, inverse_rms = _kernels(x).forward(x, residual, weight, eps, kind)
         ctx.save_for_backward(s, weight, inverse_rms)
         ctx.kind = kind
         ctx.has_residual = residual is not None
-        if quantized is None:
-            return y, s
-        ctx.mark_non_differentiable(*quantized)
-        return y, s, *quantized
+        return y, s
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor, ds: Tensor, *_: Tensor | None) -> Gradients:
+    def backward(ctx, dy: Tensor, ds: Tensor) -> Gradients:
         """Return the gradient of x, and the same one for the residual."""
         s, weight, inverse_rms = ctx.saved_tensors
         with gathered([weight]) if is_partitioned(weight) else contextlib.nullcontext():
             dx = _kernels(s).backward(dy, ds, s, weight, inverse_rms, ctx.kind)
-        return dx, dx if ctx.has_residual else None, None, None, None, None
+        return dx, dx if ctx.has_residual else None, None, None, None
 
 
 class Reference:
@@ -220,9 +200,8 @@ class Reference:
         weight: Tensor,
         eps: float,
         kind: NormKind,
-        in_float8: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Quantized | None]:
-        """Return y and s (..., H), 1 / rms(s) (..., 1) float32, and y in float8 if asked for."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y and s (..., H), and 1 / rms(s) (..., 1) float32."""
         s = x if residual is None else residual + x
         wide = s.float()
         inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -230,8 +209,7 @@ class Reference:
             y = (wide * inverse_rms * (kind.offset + weight.float())).to(x.dtype)
         else:
             y = (kind.offset + weight) * (wide * inverse_rms).to(x.dtype)
-        quantized = quantize(y.flatten(0, -2)) if in_float8 else None
-        return y, s, inverse_rms, quantized
+        return y, s, inverse_rms
 
     @staticmethod
     def backward(
@@ -259,16 +237,11 @@ class Allocated:
         weight: Tensor,
         eps: float,
         kind: Any,
-        in_float8: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Quantized | None]:
-        """Return y and s like x, a float32 for each token, and y in float8 if asked for."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y and s like x, and a float32 for each token."""
         y = torch.empty_like(x)
         s = x if residual is None else torch.empty_like(x)
-        inverse = x.new_empty(x.shape[:-1], dtype=torch.float32)
-        if not in_float8:
-            return y, s, inverse, None
-        rows = torch.empty_like(y.flatten(0, -2), dtype=FLOAT8)
-        return y, s, inverse, Quantized(rows, inverse.new_empty(len(rows)))
+        return y, s, x.new_empty(x.shape[:-1], dtype=torch.float32)
 
     @staticmethod
     def backward(dy: Tensor, ds: Tensor, s: Tensor, *_: Any) -> Tensor:

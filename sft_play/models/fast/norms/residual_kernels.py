@@ -10,14 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft_play.models.float8.format import Quantized
-from sft_play.models.float8.kernels import (
-    empty_rows,
-    in_range,
-    load_float32,
-    program_number,
-    scale_of,
-)
+from sft_play.models.float8.kernels import load_float32, program_number
 
 FEATURES_PER_WARP = 512  # 16 of a thread: two loads of 16 bytes of bfloat16
 
@@ -30,14 +23,11 @@ def _forward(
     y,
     s,
     inverse,
-    values,
-    scales,
     features,
     eps,
     offset,
     is_gemma: tl.constexpr,
     has_residual: tl.constexpr,
-    in_float8: tl.constexpr,
     block: tl.constexpr,
 ):
     row = program_number()
@@ -56,13 +46,7 @@ def _forward(
     if not is_gemma:
         normed = normed.to(x.dtype.element_ty).to(tl.float32)
     scale = load_float32(weight + columns, inside) + offset
-    rounded = (normed * scale).to(y.dtype.element_ty)
-    tl.store(y + at, rounded, inside)
-    if in_float8:
-        wide = rounded.to(tl.float32)
-        row_scale = scale_of(tl.max(tl.abs(wide), 0))
-        tl.store(scales + row, row_scale)
-        tl.store(values + at, in_range(wide, row_scale).to(values.dtype.element_ty), inside)
+    tl.store(y + at, (normed * scale).to(y.dtype.element_ty), inside)
 
 
 @triton.jit
@@ -96,9 +80,8 @@ def forward(
     weight: Tensor,
     eps: float,
     kind: Any,
-    in_float8: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Quantized | None]:
-    """Return y and s (..., H), 1 / rms(s) (N,) float32, and y in float8 if asked for."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y and s (..., H), and 1 / rms(s) (N,) float32."""
     x = x.contiguous()
     y = torch.empty_like(x)
     s = x
@@ -107,15 +90,12 @@ def forward(
         s = torch.empty_like(x)
     inverse = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     features, block, warps = _sizes(x)
-    quantized = None
-    if in_float8:
-        quantized = empty_rows(inverse.numel(), features, x.device)
-    tensors = (x, residual, weight, y, s, inverse, *(quantized or (y, inverse)))
-    flags = (kind.casting == "gemma", residual is not None, in_float8)
+    tensors = (x, residual, weight, y, s, inverse)
+    flags = (kind.casting == "gemma", residual is not None)
     _forward[(inverse.numel(),)](
-        *(*tensors, features, eps, kind.offset, *flags, block), num_warps=warps
+        *tensors, features, eps, kind.offset, *flags, block, num_warps=warps
     )
-    return y, s, inverse, quantized
+    return y, s, inverse
 
 
 def backward(
