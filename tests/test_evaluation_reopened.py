@@ -93,7 +93,7 @@ def test_the_eos_of_the_base_left_in_place_is_found(copied, opens_here):
     path = weights / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 3}))
     found = opened(weights, reference)
-    assert found.faults() == ["generation runs on behind the trained stop of 6 rows"]
+    assert found.faults() == ["generation continues after the trained stop in 6 rows"]
     assert found.differences() == []
 
 

@@ -193,7 +193,7 @@ def other_weights(merged: Path) -> None:
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (left_eos, "generation runs on behind the trained stop of 6 rows"),
+        (left_eos, "generation continues after the trained stop in 6 rows"),
         (other_template, "the chat template writes 2 prompts otherwise"),
         (other_weights, "KL="),
     ],

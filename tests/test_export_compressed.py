@@ -217,7 +217,7 @@ def test_the_share_of_a_gain_is_counted_in_nats_and_drawn_over_rows():
     nothing = CompressedScores(np.array([(10.0, 10.0, 10, 11.0)]), said)
     assert "1.100 instead of 1.000" in nothing.faults(0.95)[0] and nothing.publishing_gain is None
     ends_late = CompressedScores(table, replace(said, kl=0.5, stops=1))
-    assert ends_late.faults(0.9) == ["generation runs on behind the trained stop of 1 rows"]
+    assert ends_late.faults(0.9) == ["generation continues after the trained stop in 1 rows"]
     assert ends_late.line("int4").endswith("[0.950, 0.950] KL=5.0e-01 top-1=1.000 stops=1/2")
 
 

@@ -293,7 +293,7 @@ def test_a_changed_template_and_the_eos_of_the_base_are_found(copied):
     template.write_text("Answer now. " + template.read_text())
     change(weights / "generation_config.json", eos_token_id=3)
     assert why_not(copied) == [
-        "generation runs on behind the trained stop of 6 rows",
+        "generation continues after the trained stop in 6 rows",
         "the chat template writes 2 prompts otherwise",
     ]
 
