@@ -17,11 +17,10 @@ from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention.install import bind_attention, unmasked_call
 from sft_play.models.fast.capture import Call
-from sft_play.models.fast.differences import Result, difference
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.linears import mlp as linear_install
 from sft_play.models.fast.norms import residual
-from sft_play.models.fast.proof import Trial, own_code, prove
+from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognize import (
     AttentionKind,
     attention_kind_of,
@@ -31,6 +30,7 @@ from sft_play.models.fast.recognize import (
     rotates,
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
+from sft_play.models.fast.trial import Result, Trial, difference, own_code
 from sft_play.process import Process
 
 ROOT = Path(__file__).resolve().parents[1]

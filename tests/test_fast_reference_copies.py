@@ -17,11 +17,10 @@ from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import expert_weights, find_experts, unwrap
 from sft_play.models.fast import reference_copies
 from sft_play.models.fast.capture import Call
-from sft_play.models.fast.differences import relative_error
 from sft_play.models.fast.experts import function, install
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.fast.proof import Trial, own_code
 from sft_play.models.fast.reference_copies import Part
+from sft_play.models.fast.trial import Trial, own_code, relative_error
 from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
@@ -45,11 +44,11 @@ def check_part(experts: nn.Module, found: Part) -> None:
     """Assert that own code computes the same of a part as of the whole module."""
     own = Trial(found.module, found.call, CPU, mixes_tokens=False).run(own_code)
     whole = Trial(experts, found.whole_call, CPU, mixes_tokens=False).run(own_code)
-    of_whole = found.of_whole(whole)
-    assert own.tensors.keys() == of_whole.tensors.keys()
+    of_whole = found.of_whole(whole.tensors)
+    assert own.tensors.keys() == of_whole.keys()
     for name, expected in own.tensors.items():
-        assert expected.shape == of_whole.tensors[name].shape
-        assert relative_error(expected, of_whole.tensors[name]) < 1e-5, name
+        assert expected.shape == of_whole[name].shape
+        assert relative_error(expected, of_whole[name]) < 1e-5, name
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -2,9 +2,8 @@
 
 `prove` runs the fused code of a module and its own on the inputs that `capture` has stored, on this
 device and in this dtype, and compares outputs and gradients. One module of each kind is run. If
-the two differ in 16 bits, the own code in float32 decides whether that is rounding. Weights,
-gradients, training mode and random generators are left as they were. Of what an earlier start has
-proved (`record`) outputs alone are compared.
+the two differ in 16 bits, the own code in float32 decides whether that is rounding. Of what an
+earlier start has proved (`record`) outputs alone are compared.
 
 A trace has no values: there it is shown that the fused code runs, and returns tensors of the shapes
 of the module's own, so that the trace counts the bytes of the code that the run will use.
@@ -12,43 +11,26 @@ of the module's own, so that the trace counts the bytes of the code that the run
 Legend: B rows, T tokens of a row.
 """
 
-import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
-from sft_play.models.fast.capture import (
-    PACKED,
-    PLAIN,
-    SEED,
-    Call,
-    Kind,
-    as_it_was,
-    shape_of,
-)
-from sft_play.models.fast.differences import Choices, Result, difference
+from sft_play import timeline
+from sft_play.models.experts import ranks_of_experts
+from sft_play.models.fast.capture import PACKED, PLAIN, Call, Kind, as_it_was, shape_of
 from sft_play.models.fast.documents import forward_by_document
 from sft_play.models.fast.recognize import MISFITS
-from sft_play.models.fast.record import of_any_rank, prove_once
-from sft_play.models.fast.reference_copies import Part, in_float32
-from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.fast.reference_copies import Part
+from sft_play.models.fast.setup import TrainingSetup
+from sft_play.models.fast.trial import Forward, Trial, comparable, difference, own_code
 from sft_play.models.float8.linear import has_float8
-from sft_play.models.sharding import shallow_copy
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
-
-Forward = Callable[..., Any]  # a forward method: its first argument is the module
-
-ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible next to the base weight's
-VECTOR_STD = 0.1  # added to weights of norms and to biases, which are all ones or zeros at first
 
 
 def prove(
@@ -71,30 +53,51 @@ def prove(
     """
     if not setup.has_values and not setup.is_traced:
         return list(modules)
+    if part_of is not None and setup.divides_weights:
+        part_of = None
+    kernel = kernel or getattr(fused, "__name__", "")
+    kinds = setup.proof_inputs.kinds
     verdicts: dict[Kind, str | None] = {}
-    counts: dict[str, int] = {}
-    agreed: list[nn.Module] = []
     for module in modules:
-        kind = setup.proof_inputs.kinds[module]
+        kind = kinds[module]
         if kind not in verdicts:
-            name = f"{type(module).__name__} {kind}: {kernel or getattr(fused, '__name__', '')}"
             compare = functools.partial(_why_not_proved, kind, fused, setup, fused_call, part_of)
+            name = f"{type(module).__name__} {kind}: {kernel}"
             verdicts[kind] = prove_once(name, setup, compare)
-        reason = verdicts[kind]
-        if reason is None:
-            agreed.append(module)
-        else:
-            counts[reason] = counts.get(reason, 0) + 1
-    if modules and not agreed:
-        raise Unsupported(next(iter(counts)))
-    for reason, count in counts.items():
-        setup.left_out.append(f"{count} of {len(modules)}: {reason}")
-    return agreed
+    return setup.without_reason({module: verdicts[kinds[module]] for module in modules})
 
 
-def own_code(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward method that a module has."""
-    return module.forward(*args, **kwargs)
+def prove_once(
+    name: str, setup: TrainingSetup, compare: Callable[[list[float] | None], str | None]
+) -> str | None:
+    """Return where `compare` finds a difference; of outputs alone if an earlier start found none.
+
+    It adds the sizes of differences to a list, or compares outputs alone if it is given none.
+    If those differ on any rank, no earlier proof is believed any more.
+    """
+    if name in setup.proved:
+        where = compare(None)
+        if not setup.process.max(int(where is not None)):
+            return None
+        reason = where or "its outputs differ on another rank"
+        logger.warning("fast path: %s: %s; this and what follows is proved again", name, reason)
+        setup.proved.clear()
+    errors: list[float] = []
+    with timeline.span(f"proof of {name}"):
+        where = compare(errors)
+    if where is None:
+        setup.newly_proved[name] = max(errors, default=0.0)
+    return where
+
+
+def of_any_rank(module: nn.Module, process: Process, where: str | None) -> str | None:
+    """Return where a proof finds a difference, on any rank if ranks share experts of its module.
+
+    They run the module together, so all of them continue from a difference or none.
+    """
+    if ranks_of_experts(module) == 1:
+        return where
+    return next(filter(None, process.gather(where)), None)
 
 
 def _why_not_proved(
@@ -111,8 +114,6 @@ def _why_not_proved(
     if sample is None:
         return "no token of the proof reached it"
     module = sample.module
-    if setup.divides_weights:
-        part_of = None
     # if both are called in one way, a token's result does not depend on its document, but it may
     # depend on its row, of which the packed batch has one
     mixes_tokens = fused_call is not None
@@ -132,9 +133,7 @@ def _why_not_proved(
                 part = None if part_of is None else part_of(module, call)
                 trial = Trial(module, call, setup.process, mixes_tokens, errors)
                 # its own code may see across documents, if the model gives it no mask of them
-                lengths = None
-                if mixes_tokens and batch == PACKED:
-                    lengths = inputs.documents.boundaries.diff().tolist()
+                lengths = inputs.documents.lengths if mixes_tokens and batch == PACKED else None
                 where = _where_different(trial, given, fused, part, lengths)
         if where is not None:
             return f"{type(module).__name__} {where}"
@@ -142,7 +141,7 @@ def _why_not_proved(
 
 
 def _where_different(
-    whole: "Trial", given: Call, fused: Forward, part: Part | None, documents: list[int] | None
+    whole: Trial, given: Call, fused: Forward, part: Part | None, documents: list[int] | None
 ) -> str | None:
     """Return where a module's fused code, called as `given`, differs from its own, as text.
 
@@ -158,7 +157,7 @@ def _where_different(
     try:
         computed = whole.run(fused, given, own.choices)
         if part is not None:
-            computed = part.of_whole(computed)
+            computed = computed._replace(tensors=part.of_whole(computed.tensors))
     except torch.OutOfMemoryError:  # its own code would need as much or more
         raise
     except MISFITS as error:
@@ -196,155 +195,3 @@ def _where_misshapen(
     if computed != call.shape:
         return f"computes something else (shapes {call.shape} and {computed})"
     return None
-
-
-@contextlib.contextmanager
-def comparable(module: nn.Module) -> Iterator[None]:
-    """Give weights that start as zeros or ones random values, without dropout; restore both.
-
-    Those are LoRA's B, which would hide its A, and vectors: weights of norms, biases, sinks.
-    """
-    changed: list[tuple[nn.Parameter, Tensor]] = []
-    dropouts = [(child, child.p) for child in module.modules() if isinstance(child, nn.Dropout)]
-    for child, _ in dropouts:
-        child.p = 0.0
-    generator = torch.Generator().manual_seed(SEED)
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            is_adapter = "lora_B" in name
-            if not parameter.is_floating_point() or not (is_adapter or parameter.dim() == 1):
-                continue
-            changed.append((parameter, parameter.clone()))
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-            if is_adapter:
-                parameter.copy_(ADAPTER_STD * noise)
-            else:
-                parameter.add_(VECTOR_STD * noise)
-    try:
-        yield
-    finally:
-        for child, probability in dropouts:
-            child.p = probability
-        with torch.no_grad():
-            for parameter, value in changed:
-                parameter.copy_(value)
-
-
-class Choosing(TorchFunctionMode):
-    """Stores the indices that each topk in a context chooses, or repeats those of another run."""
-
-    def __init__(self, again: Choices | None):
-        super().__init__()
-        self.made: Choices = []
-        self._again = iter(again or ())
-
-    def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function of torch, and `topk` with the choice of the other run."""
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        if func not in (torch.topk, Tensor.topk):
-            return output
-        chosen = next(self._again, None)
-        if chosen is not None and chosen.shape == output.indices.shape:
-            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-            source = args[0] if args else kwargs["input"]
-            output = torch.return_types.topk((source.gather(dim, chosen), chosen))
-        self.made.append(output.indices)
-        return output
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A module and the arguments to run it with, by its own code and by fused code."""
-
-    module: nn.Module
-    call: Call
-    process: Process
-    mixes_tokens: bool
-    errors: list[float] | None = field(default_factory=list)  # None: outputs alone are compared
-
-    def run(
-        self, code: Forward, call: Call | None = None, choices: Choices | None = None
-    ) -> Result:
-        """Return output and gradients of a forward call, for one random gradient of its output.
-
-        `code` is a forward method, and `call` are its arguments if they are not those of the
-        module's own. `choices` of another run are made again: rounding sends a token to another
-        expert, which is no difference of the code that is compared.
-
-        The gradients are those of the input and of the trained parameters. If a module mixes
-        tokens, those of the input for the last token of each row alone tell which tokens reach it:
-        where they are zero, to the bit, in any dtype.
-        """
-        call, inputs = _with_gradients(call or self.call)
-        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        choosing = Choosing(choices)
-        with torch.enable_grad(), self.process.autocast(), choosing:
-            output = code(self.module, *call.args, **call.kwargs)
-            output = output if isinstance(output, Tensor) else output[0]
-        generator = torch.Generator().manual_seed(SEED)
-        weights = torch.randn(output.shape, generator=generator).to(output)
-        tensors: dict[str, Tensor | None] = {"output": output.detach()}
-        dtypes = (output.dtype, inputs[0].dtype, self.process.compute_dtype)
-        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        if self.errors is None:
-            return Result(tensors, coarsest, choosing.made)
-        if self.mixes_tokens:
-            last = torch.zeros_like(weights)
-            last[:, -1] = weights[:, -1]
-            (of_last,) = torch.autograd.grad(output, inputs[:1], last, retain_graph=True)
-            tensors["reach of the last token"] = of_last.ne(0).any(-1)
-        sources = (*inputs, *trained.values())
-        # kernels may overwrite the gradient of the output, so nothing reads it after this pass
-        gradients = torch.autograd.grad(output, sources, weights, allow_unused=True)
-        names = [f"input {number}" for number in range(len(inputs))]
-        for name, gradient in zip([*names, *trained], gradients, strict=True):
-            tensors[f"gradient of {name}"] = gradient
-        return Result(tensors, coarsest, choosing.made)
-
-    def run_in_float32(self, code: Forward, choices: Choices) -> Result | None:
-        """Return the same of a float32 copy of the module, with the code of its classes alone.
-
-        None if it does not run in float32 or in the memory there is.
-        """
-        call = tree_map_only(
-            Tensor, lambda value: value.float() if _is_floating(value) else value, self.call
-        )
-        process = replace(self.process, compute_dtype=torch.float32)
-        try:
-            module = in_float32(shallow_copy(self.module))
-            for child in module.modules():
-                vars(child).pop("forward", None)  # of parts that are fused already
-            trial = replace(self, module=module, call=call, process=process)
-            return trial.run(code, choices=choices)
-        except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the code
-            raise
-        except MISFITS as error:
-            logger.debug("%s in float32: %s", type(self.module).__name__, error)
-            return None
-
-
-def _with_gradients(call: Call) -> tuple[Call, list[Tensor]]:
-    """Return a call whose inputs are copies that require a gradient, and those inputs.
-
-    They are the floating-point tensors among its positional arguments, or else the first one that
-    is passed by keyword.
-    """
-    args = [_leaf(value) for value in call.args]
-    leaves = [value for value in args if _is_floating(value)]
-    kwargs = dict(call.kwargs)
-    for name, value in kwargs.items():
-        if not leaves and _is_floating(value):
-            kwargs[name] = _leaf(value)
-            leaves.append(kwargs[name])
-    return Call(tuple(args), kwargs), leaves
-
-
-def _leaf(value: Any) -> Any:
-    return value.detach().clone().requires_grad_() if _is_floating(value) else value
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()

@@ -13,17 +13,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from sft_play import timeline
 from sft_play.data.files import digest_files
-from sft_play.models.experts import ranks_of_experts
 from sft_play.models.fast.setup import TrainingSetup
 from sft_play.plan import counting
 from sft_play.plan.probe_fit import fingerprint
@@ -40,39 +37,6 @@ VARIABLES = re.compile(
     "(ATEN|BNB|CUBLAS|CUDA|CUDNN|DISABLE_AUTOTUNE|DNNL|FLA|FLCE|LIGER|MKL|NVIDIA|ONEDNN|PYTORCH"
     "|TORCH|TRITON)(_|$)"
 )
-
-
-def prove_once(
-    name: str, setup: TrainingSetup, compare: Callable[[list[float] | None], str | None]
-) -> str | None:
-    """Return where `compare` finds a difference; of outputs alone if an earlier start found none.
-
-    It adds the sizes of differences to a list, or compares outputs alone if it is given none.
-    If those differ on any rank, no earlier proof is believed any more.
-    """
-    if name in setup.proved:
-        where = compare(None)
-        if not setup.process.max(int(where is not None)):
-            return None
-        reason = where or "its outputs differ on another rank"
-        logger.warning("fast path: %s: %s; this and what follows is proved again", name, reason)
-        setup.proved.clear()
-    errors: list[float] = []
-    with timeline.span(f"proof of {name}"):
-        where = compare(errors)
-    if where is None:
-        setup.newly_proved[name] = max(errors, default=0.0)
-    return where
-
-
-def of_any_rank(module: nn.Module, process: Process, where: str | None) -> str | None:
-    """Return where a proof finds a difference, on any rank if ranks share experts of its module.
-
-    They run the module together, so all of them continue from a difference or none.
-    """
-    if ranks_of_experts(module) == 1:
-        return where
-    return next(filter(None, process.gather(where)), None)
 
 
 @dataclass

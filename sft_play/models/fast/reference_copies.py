@@ -26,7 +26,6 @@ from sft_play.models.experts import (
     weight_of,
 )
 from sft_play.models.fast.capture import Call
-from sft_play.models.fast.differences import Result
 from sft_play.models.fast.linears import four_bit
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.plan.fast import PROVEN_EXPERTS
@@ -40,13 +39,12 @@ class Part(NamedTuple):
     whole_call: Call  # of the whole module, which the fused code runs
     take: Callable[[str, Tensor], Tensor]  # the part of lora_A (E r, in) or lora_B (out, r E)
 
-    def of_whole(self, result: Result) -> Result:
+    def of_whole(self, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
         """Return what the whole module computed, as the part has it."""
-        tensors = dict(result.tensors)
-        for name, gradient in tensors.items():
-            if "lora_" in name and gradient is not None:
-                tensors[name] = self.take(name, gradient)
-        return result._replace(tensors=tensors)
+        return {
+            name: self.take(name, tensor) if "lora_" in name and tensor is not None else tensor
+            for name, tensor in tensors.items()
+        }
 
 
 def few_experts(module: nn.Module, call: Call) -> Part | None:

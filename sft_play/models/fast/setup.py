@@ -1,6 +1,7 @@
 """A model to install fused kernels on, and how it will be trained."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -123,6 +124,19 @@ class TrainingSetup:
                 yield
         finally:
             self._whole_units.remove(unit)
+
+    def without_reason(self, reasons: dict[nn.Module, str | None]) -> list[nn.Module]:
+        """Return the modules that no reason keeps from being fused; note the others' reasons.
+
+        Raises: Unsupported if every module has one.
+        """
+        found = [module for module, reason in reasons.items() if reason is None]
+        counts = Counter(filter(None, reasons.values()))
+        if counts and not found:
+            raise Unsupported(next(iter(counts)))
+        for reason, count in counts.items():
+            self.left_out.append(f"{count} of {len(reasons)}: {reason}")
+        return found
 
     @property
     def longest_row(self) -> int | None:

@@ -21,7 +21,7 @@ from sft_play.models.fast.attention.forward import (
 from sft_play.models.fast.capture import LENGTHS, PACKED, PLAIN, Call, as_it_was
 from sft_play.models.fast.documents import UNMASKED, watch_documents
 from sft_play.models.fast.linears.lora import LinearGroup
-from sft_play.models.fast.proof import own_code, prove
+from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognize import (
     AttentionKind,
     attention_kind_of,
@@ -29,6 +29,7 @@ from sft_play.models.fast.recognize import (
     is_linear,
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
+from sft_play.models.fast.trial import own_code
 from sft_play.plan.fast import MIN_CAPABILITY, has_liger
 
 UNREAD = "the mask is for attention alone"  # in the record of proofs

@@ -44,18 +44,8 @@ def install_experts(setup: TrainingSetup) -> int:
         raise Unsupported("mode full trains the experts themselves")
     if setup.on_gpu and setup.process.compute_dtype != torch.bfloat16:
         raise Unsupported("its kernels compute in bfloat16")
-    candidates: list[nn.Module] = []
-    reasons: list[str] = []
-    for module in modules:
-        reason = why_experts_not_fusable(module)
-        if reason is None:
-            candidates.append(module)
-        else:
-            reasons.append(reason)
-    if not candidates:
-        raise Unsupported(reasons[0])
-    for reason in dict.fromkeys(reasons):
-        setup.left_out.append(f"{reasons.count(reason)} of {len(modules)}: {reason}")
+    reasons = {module: why_experts_not_fusable(module) for module in modules}
+    candidates = setup.without_reason(reasons)
     for module in candidates:
         bind_gate(module, setup.has_values)
     agreed = prove(candidates, experts_forward, setup, part_of=few_experts)

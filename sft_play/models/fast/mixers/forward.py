@@ -43,8 +43,8 @@ from sft_play.models.fast.mixers.fla import (
     fla_delta_rule,
     fla_linear_attention,
 )
-from sft_play.models.fast.proof import Forward
 from sft_play.models.fast.setup import fuse, is_training
+from sft_play.models.fast.trial import Forward
 from sft_play.models.linear_attention import uses_fla
 
 Kernel = Callable[..., Any]

@@ -26,7 +26,6 @@ from torch.utils._pytree import tree_map_only
 
 from sft_play.models.fast.attention.install import scales_by_place
 from sft_play.models.fast.capture import LENGTHS, PACKED, Call, as_it_was, capture
-from sft_play.models.fast.differences import TOLERANCES, Result
 from sft_play.models.fast.documents import (
     Documents,
     PackedDocuments,
@@ -34,8 +33,8 @@ from sft_play.models.fast.documents import (
 )
 from sft_play.models.fast.mixers.forward import LEFT_OUT, forward_packed, install_mixer, rebound
 from sft_play.models.fast.norms.install import install_gated_norms
-from sft_play.models.fast.proof import Forward, Trial
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
+from sft_play.models.fast.trial import TOLERANCES, Forward, Result, Trial
 from sft_play.models.linear_attention import torch_code, uses_fla, why_no_fla
 from sft_play.progress import Stage, watched
 
@@ -271,17 +270,14 @@ def _install_kind(
 
 def _largest_difference(own: Result, found: Result) -> float:
     """Return the largest relative difference of output and gradients, in the Euclidean norm."""
-    sizes = {
-        name: tensor.float().norm() for name, tensor in own.tensors.items() if tensor is not None
-    }
-    output = sizes.pop("output")
-    differences = [_distance(own, found, "output") / output]
+    sizes: dict[str, Tensor] = {}
+    distances: dict[str, Tensor] = {}
+    for name, tensor in own.tensors.items():
+        if tensor is not None:
+            sizes[name] = tensor.float().norm()
+            distances[name] = (found.tensors[name].float() - tensor.float()).norm()
+    output = distances.pop("output") / sizes.pop("output")
     # a gradient that is nearly zero, such as that of a decay, is rounding
     least = MIN_GRADIENT * max(sizes.values())
-    for name, size in sizes.items():
-        differences.append(_distance(own, found, name) / size.clamp(min=least))
-    return max(differences).item()
-
-
-def _distance(own: Result, found: Result, name: str) -> Tensor:
-    return (found.tensors[name].float() - own.tensors[name].float()).norm()
+    gradients = [distances[name] / size.clamp(min=least) for name, size in sizes.items()]
+    return max(output, *gradients).item()

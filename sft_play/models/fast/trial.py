@@ -1,0 +1,254 @@
+"""A run of a module by its own code or by fused code, and what two runs differ by.
+
+`Trial.run` returns output and gradients. Two results are the same if they differ by rounding alone.
+Weights, gradients, training mode and random generators are left as they were.
+
+Legend: B rows, T tokens of a row.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from sft_play.models.fast.capture import SEED, Call
+from sft_play.models.fast.recognize import MISFITS
+from sft_play.models.fast.reference_copies import in_float32
+from sft_play.models.sharding import shallow_copy
+from sft_play.process import Process
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[..., Any]  # a forward method: its first argument is the module
+Choices = list[Tensor]  # the indices that each topk chose, such as the experts of each token
+
+# Largest difference of two rows of features (of a token, of a matrix), over the root mean square
+# of all rows of the own result. Float32: sums in another order. 16 bits: fused code rounds less
+# often than the code that it replaces, and each rounding moves a row by up to half of 2^-7
+# (bfloat16) or 2^-10 (float16); gradients pass through some ten of them.
+TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
+# How far fused code may be from float32 if its own code in 16 bits is farther than the above, in
+# errors of the own code: those of two ways to round are of one size, and not equal.
+MAX_ROUNDING = 1.5
+
+
+class Result(NamedTuple):
+    """What one run of a module computed, by name: its output and gradients."""
+
+    tensors: dict[str, Tensor | None]
+    dtype: torch.dtype  # the coarsest of output and input: what the differences are judged by
+    choices: Choices
+
+
+def difference(
+    own: Result, fused: Result, exact: Result | None = None, errors: list[float] | None = None
+) -> str | None:
+    """Return the first tensor of two results that differs by more than the tolerance, as text.
+
+    With `exact`, the result of the own code in float32, both may be as far from it as rounding
+    explains. What differs by less is added to `errors`.
+    """
+    for name, expected in own.tensors.items():
+        computed = fused.tensors[name]
+        right = expected if exact is None else exact.tensors[name]
+        present = [tensor for tensor in (expected, computed, right) if tensor is not None]
+        if not present:
+            continue
+        if len(present) < 3 or computed.shape != right.shape:
+            return f"{name} is there in one and not in the other"
+        if expected.dtype == torch.bool:
+            if not torch.equal(expected, computed):
+                return name
+            continue
+        allowed = TOLERANCES[own.dtype]
+        if exact is not None:
+            allowed = max(allowed, MAX_ROUNDING * relative_error(right, expected))
+        error = relative_error(right, computed)
+        if not error <= allowed:
+            return f"{name} by {error:.1e} of its size, {allowed:.0e} is allowed"
+        if errors is not None:
+            errors.append(error)
+    return None
+
+
+def relative_error(expected: Tensor, computed: Tensor) -> float:
+    """Return the largest difference of two rows of features, over the root mean square of rows."""
+    wide = expected.double().reshape(-1, expected.shape[-1])
+    differences = (computed.double().reshape(wide.shape) - wide).norm(dim=-1)
+    size = wide.norm(dim=-1).square().mean().sqrt()
+    if size == 0:
+        return float(differences.max())
+    return float(differences.max() / size)
+
+
+ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible next to the base weight's
+VECTOR_STD = 0.1  # added to weights of norms and to biases, which are all ones or zeros at first
+
+
+def own_code(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward method that a module has."""
+    return module.forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def comparable(module: nn.Module) -> Iterator[None]:
+    """Give weights that start as zeros or ones random values, without dropout; restore both.
+
+    Those are LoRA's B, which would hide its A, and vectors: weights of norms, biases, sinks.
+    """
+    before: dict[nn.Parameter, Tensor] = {}
+    dropouts = {child: child.p for child in module.modules() if isinstance(child, nn.Dropout)}
+    for child in dropouts:
+        child.p = 0.0
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            is_adapter = "lora_B" in name
+            if not parameter.is_floating_point() or not (is_adapter or parameter.dim() == 1):
+                continue
+            before[parameter] = parameter.clone()
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+            if is_adapter:
+                parameter.copy_(ADAPTER_STD * noise)
+            else:
+                parameter.add_(VECTOR_STD * noise)
+    try:
+        yield
+    finally:
+        for child, probability in dropouts.items():
+            child.p = probability
+        with torch.no_grad():
+            for parameter, value in before.items():
+                parameter.copy_(value)
+
+
+class Choosing(TorchFunctionMode):
+    """Stores the indices that each topk in a context chooses, or repeats those of another run."""
+
+    def __init__(self, again: Choices | None):
+        super().__init__()
+        self.made: Choices = []
+        self._again = iter(again or ())
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, and `topk` with the choice of the other run."""
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk):
+            return output
+        chosen = next(self._again, None)
+        if chosen is not None and chosen.shape == output.indices.shape:
+            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+            source = args[0] if args else kwargs["input"]
+            output = torch.return_types.topk((source.gather(dim, chosen), chosen))
+        self.made.append(output.indices)
+        return output
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A module and the arguments to run it with, by its own code and by fused code."""
+
+    module: nn.Module
+    call: Call
+    process: Process
+    mixes_tokens: bool
+    errors: list[float] | None = field(default_factory=list)  # None: outputs alone are compared
+
+    def run(
+        self, code: Forward, call: Call | None = None, choices: Choices | None = None
+    ) -> Result:
+        """Return output and gradients of a forward call, for one random gradient of its output.
+
+        `code` is a forward method, and `call` are its arguments if they are not those of the
+        module's own. `choices` of another run are made again: rounding sends a token to another
+        expert, which is no difference of the code that is compared.
+
+        The gradients are those of the input and of the trained parameters. If a module mixes
+        tokens, those of the input for the last token of each row alone tell which tokens reach it:
+        where they are zero, to the bit, in any dtype.
+        """
+        call, inputs = _with_gradients(call or self.call)
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        choosing = Choosing(choices)
+        with torch.enable_grad(), self.process.autocast(), choosing:
+            output = code(self.module, *call.args, **call.kwargs)
+            output = output if isinstance(output, Tensor) else output[0]
+        generator = torch.Generator().manual_seed(SEED)
+        weights = torch.randn(output.shape, generator=generator).to(output)
+        tensors: dict[str, Tensor | None] = {"output": output.detach()}
+        dtypes = (output.dtype, inputs[0].dtype, self.process.compute_dtype)
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        result = Result(tensors, coarsest, choosing.made)
+        if self.errors is None:
+            return result
+        if self.mixes_tokens:
+            last = torch.zeros_like(weights)
+            last[:, -1] = weights[:, -1]
+            (of_last,) = torch.autograd.grad(output, inputs[:1], last, retain_graph=True)
+            tensors["reach of the last token"] = of_last.ne(0).any(-1)
+        sources = (*inputs, *trained.values())
+        # kernels may overwrite the gradient of the output, so nothing reads it after this pass
+        gradients = torch.autograd.grad(output, sources, weights, allow_unused=True)
+        names = [f"input {number}" for number in range(len(inputs))]
+        for name, gradient in zip([*names, *trained], gradients, strict=True):
+            tensors[f"gradient of {name}"] = gradient
+        return result
+
+    def run_in_float32(self, code: Forward, choices: Choices) -> Result | None:
+        """Return the same of a float32 copy of the module, with the code of its classes alone.
+
+        None if it does not run in float32 or in the memory there is.
+        """
+        call = tree_map_only(
+            Tensor, lambda value: value.float() if _is_floating(value) else value, self.call
+        )
+        process = replace(self.process, compute_dtype=torch.float32)
+        try:
+            module = in_float32(shallow_copy(self.module))
+            for child in module.modules():
+                vars(child).pop("forward", None)  # of parts that are fused already
+            trial = replace(self, module=module, call=call, process=process)
+            return trial.run(code, choices=choices)
+        except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the code
+            raise
+        except MISFITS as error:
+            logger.debug("%s in float32: %s", type(self.module).__name__, error)
+            return None
+
+
+def _with_gradients(call: Call) -> tuple[Call, list[Tensor]]:
+    """Return a call whose inputs are copies that require a gradient, and those inputs.
+
+    They are the floating-point tensors among its positional arguments, or else the first one that
+    is passed by keyword.
+    """
+    args = [_leaf(value) for value in call.args]
+    leaves = [value for value in args if _is_floating(value)]
+    kwargs = dict(call.kwargs)
+    for name, value in kwargs.items():
+        if not leaves and _is_floating(value):
+            kwargs[name] = _leaf(value)
+            leaves.append(kwargs[name])
+    return Call(tuple(args), kwargs), leaves
+
+
+def _leaf(value: Any) -> Any:
+    return value.detach().clone().requires_grad_() if _is_floating(value) else value
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
