@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fake_kernels import fake_kernels
 from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention.install import bind_attention, unmasked_call
 from sft_play.models.fast.capture import Call
@@ -31,6 +30,7 @@ from sft_play.models.fast.recognize import (
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
 from sft_play.models.fast.trial import Result, Trial, difference, own_code
+from sft_play.models.trace import fake_kernels
 from sft_play.process import Process
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""sft_play.models.fake_kernels: fakes save and return what the kernels do."""
+"""sft_play.models.trace: fakes save and return what the kernels do."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from traced_steps import storage_bytes
 
-from sft_play.models import fake_kernels, traced_gpu
+from sft_play.models import trace, traced_gpu
 from sft_play.models.fast.attention.reference import AllocatedFlashAttention
 from sft_play.models.fast.linears import glu
 from sft_play.models.fast.norms import residual
@@ -44,7 +44,7 @@ def random(*shape: int, trained: bool = True) -> Tensor:
 def test_real_tensors_are_attended_to_among_fakes():
     inputs = (random(2, 4, 32, 16), random(2, 4, 32, 16), random(2, 4, 32, 16))
     real = functional.scaled_dot_product_attention(*inputs, is_causal=True)
-    with fake_kernels.fake_kernels(is_gpu=True):
+    with trace.fake_kernels(is_gpu=True):
         assert torch.equal(functional.scaled_dot_product_attention(*inputs, is_causal=True), real)
 
 
@@ -73,7 +73,7 @@ def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do():
         (lambda *tensors: glu.GluFunction.apply(*tensors, "silu")),
     )
     real = kept_and_made(joined, x, residual_x, weight), kept_and_made(activated, gate, up)
-    with fake_kernels.fake_kernels(is_gpu=True):
+    with trace.fake_kernels(is_gpu=True):
         assert (
             kept_and_made(joined, x, residual_x, weight),
             kept_and_made(activated, gate, up),
@@ -87,7 +87,7 @@ def test_fakes_are_gone_afterwards():
         functional.scaled_dot_product_attention,
         torch.is_autocast_enabled,
     )
-    with pytest.raises(KeyError), fake_kernels.fake_kernels(is_gpu=True):
+    with pytest.raises(KeyError), trace.fake_kernels(is_gpu=True):
         assert traced_gpu.is_on
         raise KeyError
     assert (

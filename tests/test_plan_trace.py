@@ -21,7 +21,7 @@ from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.models import fake_kernels, trace
+from sft_play.models import trace
 from sft_play.models.fast.loss.head import fused_nll
 from sft_play.models.load import load_model
 from sft_play.models.parameters import adapter_parameters, base_tensors
@@ -259,7 +259,7 @@ def test_what_cannot_be_traced_is_said_with_the_reason(words, folder_of, tmp_pat
 
 def test_dropout_on_a_gpu_keeps_its_output_and_a_byte_per_element():
     tracker = MemoryTracker()
-    with FakeTensorMode(), fake_kernels.fake_kernels(is_gpu=True):
+    with FakeTensorMode(), trace.fake_kernels(is_gpu=True):
         values = torch.empty(64, 128, dtype=torch.bfloat16, requires_grad=True)
         with tracker:
             out = torch.nn.Dropout(0.1)(values)
