@@ -80,7 +80,7 @@ def test_scales_that_are_tiny_huge_or_not_finite_give_the_same_bits(quant_type, 
 def test_one_kernel_unpacks_a_weight(is_nested):
     weight = packed_weight((1024, 4096), is_nested=is_nested)
     four_bit.unpack(weight)
-    assert launched_kernels(weight) == ["_unpack"]
+    assert launched_kernels(weight) == ["_unpack_kernel"]
 
 
 def test_a_weight_is_unpacked_to_another_dtype_through_its_own():
