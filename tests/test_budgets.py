@@ -43,12 +43,12 @@ TOKENS = {
     "models": 107_640,
     "monitor": 7_850,
     "notebooks": 13_580,
-    "plan": 48_750,
+    "plan": 48_740,
     "reporting": 10_690,
     "runs": 14_970,
-    "training": 46_900,
+    "training": 46_940,
 }
-FILES = 337
+FILES = 338
 FUNCTIONS = 3_990
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 750

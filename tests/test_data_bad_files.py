@@ -110,7 +110,7 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.csv", b"question,,answer\nq,a,b\n", ":1",
      "the first line names the columns, and number 2 of 3 has no name"),
     ("a.tsv", b"question,answer\nq,a\n", ":1",
-     "this names one, 'question,answer'; tabs stand between fields, not ','"),
+     "this has one, 'question,answer'; separate fields by tabs, not by ','"),
     ("a.csv", b"What is red?,A rose.\nWhat is blue?,The sea.\n", "",
      "the columns are What is red?, A rose. (its first line); no row format has these"),
     ("a.csv", b"question,answer\nq,a\n\xe9t\xe9,a\n", ":3", "not UTF-8; save the file as UTF-8"),

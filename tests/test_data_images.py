@@ -306,7 +306,7 @@ def test_an_image_that_changed_since_is_named(folder):
     with pytest.raises(DataError, match=r"a.png: 7 x 4 pixels, and 6 x 4 when the rows were read"):
         decode(image)
     (folder / "a.png").unlink()
-    with pytest.raises(DataError, match=r"a.png: it was an image when the rows were read"):
+    with pytest.raises(DataError, match=r"a.png: it was readable when the rows were tokenized"):
         decode(image)
 
 

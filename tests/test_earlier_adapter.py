@@ -81,7 +81,7 @@ def test_what_cannot_go_on_is_refused(plan_run, earlier, tmp_path):
         plan_run({"model.adapter": earlier.path, "tuning.mode": "full"})
     other = tiny_model("llama")
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(ConfigError, match="was trained over"):
+    with pytest.raises(ConfigError, match="trained on"):
         plan_run({"model.adapter": earlier.path, "model.name": tmp_path / "other"})
     plain = plain_adapter(earlier, tmp_path / "plain")
     config = json.loads((plain / "adapter_config.json").read_text())

@@ -186,7 +186,7 @@ def test_divided_weights_have_the_same_rows(plan_run, losses_of, tool_rows, stra
 def test_adapters_over_divided_weights_are_refused(plan_run, strategy):
     zero = "configs/deepspeed_zero3.json" if strategy == "zero3" else None
     settings = {"model.add_tokens": SETTING} | ({} if zero else {"train.strategy": strategy})
-    with pytest.raises(ConfigError, match=r"model.add_tokens.*PEFT reads whole weights"):
+    with pytest.raises(ConfigError, match=r"model.add_tokens.*PEFT reads complete weights"):
         plan_run(settings, num_gpus=2, deepspeed_config=zero)
 
 

@@ -279,7 +279,7 @@ def test_a_model_that_joins_documents_is_refused_before_the_first_step(model_typ
     model = tiny(model_type, "eager")
     with pytest.raises(
         ConfigError,
-        match=rf"^train.packing: packed documents are not kept apart by {type(model).__name__}.*; set TRAIN_PACKING=false$",
+        match=rf"^train.packing: {type(model).__name__} does not isolate packed documents.*; set TRAIN_PACKING=false$",
     ):
         check_cross_document(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
 

@@ -114,7 +114,7 @@ REFUSED = [
     ("auto", ("train.fast_path=true",), {}, "Type TRAIN_FAST_PATH=auto"),
     ('{"": 0, lm_head: 1}', (), {"distributed": True}, "MODEL_DEVICE_MAP=auto for a full copy"),
     ('{"": 0, lm_head: 2}', (), {}, "lm_head is put on GPU 2, and this run sees 2"),
-    ('{"": 0, lm_head: cpu}', (), {}, "lm_head would wait on the CPU"),
+    ('{"": 0, lm_head: cpu}', (), {}, "lm_head is placed on the CPU"),
     ('{"": 0, lm_head: 1}', (), {"environ": {"NUM_GPUS": "1"}}, "this run sees 1"),
     ('{"": 0}', (), {"gpus": CPU}, "computes on the CPU; write cpu"),
 ]

@@ -133,7 +133,7 @@ def test_what_is_published_is_read_back_and_experts_that_differ_are_refused(tmp_
     name = next(name for name in tensors if name.endswith("layers.1.mlp.experts.lora_B.weight"))
     tensors[name][3, 7] += 1e-3
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"another lora_B of down_proj.*EXPERTS=per_expert"):
+    with pytest.raises(ConfigError, match=r"a different lora_B of down_proj.*EXPERTS=per_expert"):
         load_published(other, tmp_path)
 
 

@@ -19,13 +19,8 @@ from sft_play.plan.launch import free_port
 from sft_play.plan.workload import checkpoint_bytes, run_bytes
 from sft_play.runs.folder import RunFolder
 from sft_play.training import preflight
-from sft_play.training.preflight import (
-    Collectives,
-    HostLink,
-    RankFacts,
-    machine_lines,
-    refuse_little_memory,
-)
+from sft_play.training.links import Collectives, HostLink
+from sft_play.training.preflight import RankFacts, machine_lines, refuse_little_memory
 
 SHORT = {"train.max_steps": 1, "train.predict_with_generate": False, "train.probe": False}
 HOST = socket.gethostname()

@@ -89,8 +89,8 @@ def train(
             print(f"warning: {sentence}")
         if call.invocation.gpus:
             raise ConfigError(
-                f"GPUS={call.invocation.gpus} plans for hardware that is not here, with make plan; "
-                "a run takes NUM_GPUS=N of what is"
+                f"GPUS={call.invocation.gpus} works only with make plan; type NUM_GPUS=N to train "
+                "on N GPUs of this machine"
             )
         begin = resumption(call)
         if begin.finished is not None:

@@ -165,8 +165,8 @@ def decode(image: ImageFile) -> "Image.Image":
     except DAMAGED as error:
         reason = first_line(error)
         raise DataError(
-            f"{name}: it was an image when the rows were read, and now not ({reason}); put it "
-            "back, and start again"
+            f"{name}: it was readable when the rows were tokenized and cannot be opened now "
+            f"({reason}); put it back, and start again"
         ) from None
     if shown.size != (image.width, image.height):
         was = f"{image.width} x {image.height}"

@@ -130,8 +130,8 @@ def _check_delimiter(where: str, names: list[str], delimiter: str) -> None:
         if other != delimiter and other in names[0]:
             expected = "tabs" if delimiter == "\t" else "commas"
             raise DataError(
-                f"{where}, and this names one, {names[0]!r}; "
-                f"{expected} stand between fields, not {other!r}"
+                f"{where}, and this has one, {names[0]!r}; "
+                f"separate fields by {expected}, not by {other!r}"
             )
 
 

@@ -317,8 +317,8 @@ def _refuse_other_rope(weights: Path, base: PreTrainedModel) -> None:
     rope = getattr(trained, "rope_parameters", None)
     if rope != getattr(base.config.get_text_config(), "rope_parameters", None):
         raise CheckpointError(
-            f"{weights}: its config.json has another rope than the base, because training "
-            "stretched it. Score the run that trained it, or merge it and score that folder"
+            f"{weights}: the adapter was trained with RoPE scaling that the base does not have. "
+            "Score its run (RUN=name), or merge the run and score that folder"
         )
 
 

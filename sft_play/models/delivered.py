@@ -139,8 +139,8 @@ def deliver(model: PreTrainedModel, config: Config) -> None:
     for name, linear in linears.items():
         if type(linear) is not nn.Linear or is_partitioned(linear.weight):
             raise ConfigError(
-                f"train.deliver_as={kind}: {name} is in 4 bits, or divided by ZeRO-3, and no plain "
-                "weight; set TRAIN_STRATEGY=fsdp or ddp, or MODEL_NAME to a base in 16 bits"
+                f"train.deliver_as={kind}: {name} is quantized to 4 bits or sharded by ZeRO-3; "
+                "set TRAIN_STRATEGY=fsdp or ddp, or MODEL_NAME to a base in 16 bits"
             )
         linear.__class__ = DeliveredLinear
         linear.rounding = rounding

@@ -303,7 +303,7 @@ class SharedParamWrapper(ParamWrapper):
             by_expert = published.unflatten(1, (-1, experts)).movedim(-1, 0)
         if not torch.equal(by_expert, by_expert[:1].expand_as(by_expert)):
             raise ConfigError(
-                f"tuning.lora.experts=shared: the adapter has another {factor} of "
+                f"tuning.lora.experts=shared: the adapter has a different {factor} of "
                 f"{self.parameter_name} for each expert; set TUNING_LORA_EXPERTS=per_expert"
             )
         return by_expert[0]

@@ -46,8 +46,8 @@ def refuse_longer_rows(model: nn.Module, max_seq_len: int | str | None) -> None:
     positions = learned_positions(model)
     if positions is not None and isinstance(max_seq_len, int) and max_seq_len > positions:
         raise ConfigError(
-            f"model.max_seq_len={max_seq_len}: the model has a table of {positions} learned "
-            f"positions and nothing behind it; set MODEL_MAX_SEQ_LEN={positions}"
+            f"model.max_seq_len={max_seq_len}: the model has only {positions} learned position "
+            f"embeddings; set MODEL_MAX_SEQ_LEN={positions}"
         )
 
 

@@ -180,8 +180,8 @@ def _refuse_ids_without_rows(
         )
     if tokenizer.pad_token_id >= max(rows, *(token + 1 for token in added), 0):
         raise EnvironmentFault(
-            f"{embeds}, and its padding is {tokenizer.pad_token} (id {tokenizer.pad_token_id}); "
-            "in its tokenizer_config.json name a token as pad_token that it has"
+            f"{embeds}, and the padding token {tokenizer.pad_token} has id "
+            f"{tokenizer.pad_token_id}; set pad_token in tokenizer_config.json to another token"
         )
 
 

@@ -184,8 +184,8 @@ def refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJs
     if deepspeed.precision(raw) == "bf16":
         asked = f"{path}: bf16.enabled=true"
     raise ConfigError(
-        f"{asked}: under DeepSpeed transformers computes in bfloat16 only on GPUs; "
-        'write "auto" there, or leave DeepSpeed out: make train-distributed'
+        f"{asked}: transformers supports bfloat16 with DeepSpeed only on GPUs; "
+        'write "auto" there, or use make train-distributed without DeepSpeed'
     )
 
 

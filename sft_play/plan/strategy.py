@@ -303,8 +303,8 @@ def _refuse_devices(
         if device == "cpu":
             if is_cuda:
                 raise ConfigError(
-                    f"{module} would wait on the CPU, where GPUs train nothing; write "
-                    f"GPU numbers below {gpus}, or TRAIN_STRATEGY=fsdp"
+                    f"{module} is placed on the CPU, but only modules on GPUs are trained; write "
+                    f"GPU numbers below {gpus}, or set TRAIN_STRATEGY=fsdp"
                 )
         elif not is_cuda:
             raise ConfigError(

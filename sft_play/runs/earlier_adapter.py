@@ -97,6 +97,6 @@ def refuse_other_base(config: Config) -> None:
     then = stamp.read(folder)
     if then["base_digest"] and base.is_dir() and then["base_digest"] != stamp.digest_of_model(base):
         raise ConfigError(
-            f"{SETTING}={folder}: it was trained over {then['base_model']}, and the weights of "
-            f"model.name={base} are others; set MODEL_NAME={then['base_model']}"
+            f"{SETTING}={folder}: trained on {then['base_model']}, but model.name={base} has "
+            f"different weights; set MODEL_NAME={then['base_model']}"
         )

@@ -274,7 +274,9 @@ def latest_with_weights(
         if lack is None:
             return folder, skipped
         skipped.append(lack)
-    raise EnvironmentFault(f"{skipped[0]}, and no earlier run has; `make runs` lists the runs")
+    raise EnvironmentFault(
+        f"no run has saved weights; the latest: {skipped[0]}; `make runs` lists the runs"
+    )
 
 
 def listing(output_dir: Path) -> list[RunFolder]:

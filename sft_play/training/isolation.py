@@ -79,11 +79,10 @@ def check_cross_document(
         return  # the model computes NaN, packed or not: the first evaluation reports it
     if not found.holds:
         raise ConfigError(
-            "train.packing: packed documents are not kept apart by "
-            f"{type(getattr(model, 'module', model)).__name__}: its logits change by "
-            f"{found.seen:.2g} with the tokens of another document and by {found.apart:.2g} "
-            f"against the document by itself, of {found.joined:.2g} for one text; "
-            "set TRAIN_PACKING=false"
+            f"train.packing: {type(getattr(model, 'module', model)).__name__} does not isolate "
+            f"packed documents: logits of a document change by {found.seen:.2g} with another "
+            f"document's tokens and differ by {found.apart:.2g} from those without packing "
+            f"({found.joined:.2g} without isolation); set TRAIN_PACKING=false"
         )
 
 

@@ -10,17 +10,14 @@ import platform
 import secrets
 import shutil
 import socket
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
 import torch
-from torch import distributed
 
 from sft_play.errors import (
     MORE_SHARED_MEMORY,
@@ -30,16 +27,15 @@ from sft_play.errors import (
     EnvironmentFault,
     SftPlayError,
 )
-from sft_play.plan import cards
 from sft_play.plan.devices import GIB
 from sft_play.plan.probe_fit import digest_of_code
-from sft_play.plan.speed import LINK_SHARE
 from sft_play.plan.workload import run_bytes
 from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.training.arguments import settings_of
 from sft_play.training.context import RunContext
 from sft_play.training.deepspeed_start import prepare_deepspeed
+from sft_play.training.links import Collectives, measure_collectives, measure_host_link
 from sft_play.training.recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
@@ -52,11 +48,6 @@ FIRST_SECONDS = 180.0  # for ranks that have met; some are slow to read the base
 JOIN_SECONDS = 15.0  # beyond the timeout of the group, whose error says more
 PREFETCHED = 2  # batches of a worker, torch's default
 BYTES_PER_TOKEN = 40  # ids, labels, positions and masks
-SUMMED_BYTES = 64 << 20  # enough that a ring is limited by its links
-REPEATS = 5
-SLOW_SHARE = 0.25  # of what such links reach, below which something is wrong with them
-COPIED_BYTES = 256 << 20  # as a layer of frozen weights
-SLOW_HOST_SHARE = 0.7  # of what the plan assumes of copies from host memory
 SAME_VERSIONS = "install the same on all machines (make install), of the same commit"
 SAME_FILES = "all machines need the same files; copy them, or read them from a shared disk"
 SAME_SETTINGS = (
@@ -92,45 +83,6 @@ class RankFacts:
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}"
-
-
-@dataclass(frozen=True)
-class Collectives:
-    """How fast the ranks sum, on GPUs."""
-
-    world_size: int
-    bytes_per_second: float | None  # through the link of each rank; None on CPUs
-    expected: float | None  # if the card is known
-
-    def __str__(self) -> str:
-        if self.bytes_per_second is None:
-            return f"links ranks={self.world_size} all_reduce right"
-        words = f"links ranks={self.world_size} all_reduce {self.bytes_per_second / 1e9:.0f} GB/s"
-        if self.expected and self.bytes_per_second < SLOW_SHARE * self.expected:
-            words += (
-                f", slow: GPUs of this kind reach {self.expected / 1e9:.0f}; make doctor shows "
-                "how they are linked, NCCL_DEBUG=INFO what NCCL uses"
-            )
-        return words
-
-
-@dataclass(frozen=True)
-class HostLink:
-    """How fast each GPU copies from pinned host memory while all of them do."""
-
-    bytes_per_second: float
-    expected: float | None  # what the plan assumes, if the card is known
-
-    def __str__(self) -> str:
-        rate = f"{self.bytes_per_second / 1e9:.1f} GB/s"
-        text = f"weights in host memory: copied to the GPU at {rate}"
-        if self.expected and self.bytes_per_second < SLOW_HOST_SHARE * self.expected:
-            text += (
-                f", slow: the plan assumes {self.expected / 1e9:.1f}; see nvidia-smi "
-                "--query-gpu=pcie.link.gen.max,pcie.link.width.current --format=csv, and set "
-                "TRAIN_BATCH_SIZE higher if steps wait for copies"
-            )
-        return text
 
 
 def preflight(
@@ -333,74 +285,3 @@ def limited(process: Process, give_up: Callable[[str], None], is_joining: bool) 
         yield
     finally:
         timer.cancel()
-
-
-def measure_collectives(process: Process) -> Collectives:
-    """Sum over all ranks, on their devices, and return how fast. Every rank must call it.
-
-    Raises: EnvironmentFault if the sum is wrong.
-    """
-    check_sum(process)
-    if not process.is_gpu:
-        return Collectives(process.world_size, None, None)
-    rate = int(_bytes_per_second(process))
-    slowest = process.min(rate)
-    card = _card_of(process)
-    expected = LINK_SHARE * card.link_bytes if card else None
-    return Collectives(process.world_size, slowest, expected)
-
-
-def measure_host_link(process: Process) -> HostLink:
-    """Copy from pinned host memory on all GPUs at once. Every rank must call it."""
-    on_host = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
-    on_gpu = torch.empty_like(on_host, device=process.device)
-    process.gather(None)  # all ranks copy at the same time
-    seconds = _seconds_each(process, partial(on_gpu.copy_, on_host, non_blocking=True))
-    slowest = process.min(int(COPIED_BYTES / seconds))
-    card = _card_of(process)
-    return HostLink(slowest, card.host_link_bytes if card else None)
-
-
-def _card_of(process: Process) -> cards.Card | None:
-    return cards.card_of((torch.cuda.get_device_name(process.device),))
-
-
-def _seconds_each(process: Process, queue: Callable[[], object]) -> float:
-    """Return the seconds that each of REPEATS pieces of GPU work takes, after a first one."""
-    queue()  # sets up what it needs
-    torch.cuda.synchronize(process.device)
-    started = time.perf_counter()
-    for _ in range(REPEATS):
-        queue()
-    torch.cuda.synchronize(process.device)
-    return (time.perf_counter() - started) / REPEATS
-
-
-def check_sum(process: Process) -> None:
-    """Raise EnvironmentFault unless a sum over all ranks is right in every element."""
-    positions = torch.arange(4096, dtype=torch.float32, device=process.device)
-    summed = positions + process.rank
-    distributed.all_reduce(summed)
-    ranks = process.world_size
-    # all are whole numbers below 2^24, so float32 is exact
-    right = positions * ranks + ranks * (ranks - 1) // 2
-    wrong = process.gather(int((summed != right).sum()))
-    for rank, count in enumerate(wrong):
-        if count:
-            raise EnvironmentFault(
-                f"rank {rank}: {count} of {len(right)} elements of a sum over {ranks} ranks are "
-                "wrong; try NCCL_P2P_DISABLE=1, and make doctor"
-            )
-
-
-def _bytes_per_second(process: Process) -> float:
-    """Return the bytes a second that a ring moves over each link in an all_reduce.
-
-    2 (N - 1) / N of the summed bytes (Patarasuk and Yuan 2009).
-    """
-    summed = torch.zeros(SUMMED_BYTES // 4, device=process.device)
-    seconds = _seconds_each(process, partial(distributed.all_reduce, summed))
-    del summed
-    torch.cuda.empty_cache()
-    ranks = process.world_size
-    return 2 * (ranks - 1) / ranks * SUMMED_BYTES / seconds

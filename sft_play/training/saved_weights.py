@@ -219,9 +219,8 @@ def check_saved_adapter(
         )
     if is_complete and not any(tensor.any() for name, tensor in _saved(folder) if "lora_B" in name):
         raise DivergedError(
-            f"{folder}: the adapter is as it was initialized, so nothing was learned; raise "
-            "TRAIN_LEARNING_RATE or the number of steps "
-            "(the first one of a warm-up has a learning rate of 0)"
+            f"{folder}: the adapter still has its initial values, so nothing was learned; raise "
+            "TRAIN_LEARNING_RATE or the number of steps"
         )
 
 

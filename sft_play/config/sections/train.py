@@ -59,7 +59,7 @@ class TrainSection(Section):
     effective_batch_size: Rows = Field(
         32,
         description="Rows of one optimizer step over all devices, if batch_size or grad_accum is "
-        "auto; if both are set, it is their product.",
+        "auto; if both are set, it is batch_size x grad_accum x processes.",
     )
     learning_rate: PositiveFloat | Auto = Field(
         "auto",
