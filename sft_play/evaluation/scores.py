@@ -146,7 +146,9 @@ def _by_function(metric: str, rows: Sequence[Answered]) -> list[float]:
         with _as_config_error(f"train.metrics={metric} fails for {answer}"):
             value = float(function(*given))
         if not math.isfinite(value):
-            raise ConfigError(f"train.metrics={metric} says {value} for {answer}")
+            raise ConfigError(
+                f"train.metrics={metric} returned {value} for {answer}; return a finite number"
+            )
         found.append(value)
     return found
 

@@ -244,8 +244,8 @@ def _names_in_files(
         if name.endswith(ends[0]) and all(f"{own}{end}" in stored for end in ends):
             return {f"{own}{end}" for end in ends}
     raise ConfigError(
-        f"the files of {source.name} have no {linears[0]}.weight, or not all layers like it; "
-        "FORMAT=safetensors exports it"
+        f"the files of {source.name} have no {linears[0]}.weight, or no layer has all of these "
+        "linears under one prefix; type FORMAT=safetensors"
     )
 
 

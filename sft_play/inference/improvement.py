@@ -131,7 +131,7 @@ def reference_of(folder: RunFolder, config: Config) -> Reference:
     if reference is None:
         raise CheckpointError(
             f"{folder.path}: no test row has an answer among its first tokens, so a merge cannot "
-            "be measured"
+            "be measured; set DATA_TEST_PATH to rows with shorter prompts"
         )
     reference.write(folder.evaluation)
     return reference

@@ -105,8 +105,8 @@ def stop(pid_file: Path, grace_seconds: float = 5.0, port: int | None = None) ->
         return "no TensorBoard of ours is running"
     if port not in (None, record.port):
         raise ConfigError(
-            f"TB_PORT={port}: the TensorBoard of {record.logdir} runs on port {record.port}; "
-            f"type make tb-stop TB_PORT={record.port}"
+            f"TB_PORT={port}: there is no TensorBoard of {record.logdir} on this port; it runs on "
+            f"port {record.port}; type make tb-stop TB_PORT={record.port} to stop it"
         )
     _end(record.pid, grace_seconds)
     pid_file.unlink(missing_ok=True)
