@@ -36,7 +36,7 @@ A type that is not here is treated the same way: each part is recognized by what
 proves itself before the first step, and a packed run checks that its documents stay apart.
 
 Types of newer versions than `make install` brings are in
-[architectures-newest.md](architectures-newest.md). The types here are configs of text alone; [composite.md](composite.md) has checkpoints with towers for
+[architectures-newest.md](architectures-newest.md). The types here are configs of text alone; [composite.md](composite.md) has checkpoints with encoders for
 images or sound, as they are published.
 """
 COLUMNS = ("model type", *MODES, "packed", "reloads", "fused", "not fused, and why")

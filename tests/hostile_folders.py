@@ -188,7 +188,7 @@ def other_types() -> dict[str, Damage]:
            "mamba": {"model_type": "mamba2", "num_heads": 0},
            "text-list": {"model_type": "gemma3", "text_config": [1]},
            "text-huge": {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9, "vocab_size": 5, "hidden_size": 8, "num_attention_heads": 1}},
-           "tower": {"model_type": "gemma3", "vision_config": {"num_hidden_layers": 10**9}},
+           "encoder": {"model_type": "gemma3", "vision_config": {"num_hidden_layers": 10**9}},
            }  # fmt: skip
     return {name: config(**values) for name, values in big.items()}
 

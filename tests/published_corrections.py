@@ -9,9 +9,9 @@ PATCH_SIZE = 8
 
 # Types that are not built, with the reason. A test builds each and asks for the error.
 NOT_BUILT: dict[str, str] = {
-    "fast_vlm": "its tower needs timm",
-    "gemma3n": "its tower needs timm",
-    "perception_lm": "its tower needs timm",
+    "fast_vlm": "its encoder needs timm",
+    "gemma3n": "its encoder needs timm",
+    "perception_lm": "its encoder needs timm",
     "shieldgemma2": "its repositories declare a classifier of images",
     "vision-encoder-decoder": "it has no config of its own",
 }
@@ -95,7 +95,7 @@ def small_fields(sizes: Sizes) -> dict[str, Any]:
         "num_res_blocks": 1,
         "codebook_size": 32,
         "image_token_embed_dim": sizes.hidden,
-        # Of towers for sound
+        # Of encoders for sound
         "num_filters": 2,
         "codebook_dim": 16,
         "num_quantizers": 4,
@@ -120,7 +120,7 @@ def small_fields(sizes: Sizes) -> dict[str, Any]:
         "look_ahead_layers": [1],
         "look_backward_layers": [0],
         "accept_hidden_layer": 1,
-        # Of towers that shrink pictures by convolutions
+        # Of encoders that shrink pictures by convolutions
         "post_conv_in_channels": sizes.hidden,
         "post_conv_mid_channels": sizes.hidden,
         "post_conv_out_channels": sizes.hidden,

@@ -1,7 +1,7 @@
 """Tiny random checkpoints in the files, tensor names and classes of published repositories.
 
 They are models that read images or sound next to text. Each has the config class, the declared
-class, the towers and the files of a folder on the hub; only its sizes are ours. The sizes are found
+class, the encoders and the files of a folder on the hub; only its sizes are ours. The sizes are found
 by structure: every part of a type's default config is made small by the names of its fields, and as
 many of its layers are kept as show every kind of layer. `published_corrections` has what names do
 not tell, and why some types are not built.
@@ -143,7 +143,7 @@ def write_published(
     """
     model = published_model(model_type, sizes, text_type)
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():  # not the complex angles of Llama 4's tower
+        if tensor.is_floating_point():  # not the complex angles of Llama 4's encoder
             tensor.data = tensor.data.to(dtype)
     if model.can_generate():
         model.generation_config.bos_token_id = None

@@ -24,7 +24,7 @@ OPTIONS = [
 ROPE = "model.rope_scaling.rope_type={}"
 BEST = "train.load_best_model_at_end=true"
 FACTOR = "model.rope_scaling.factor=2"
-TOWERS = "tuning.towers=lora"
+ENCODERS = "tuning.encoders=lora"
 FLOAT8 = "tuning.base_dtype=float8"
 NOT_OVER_FLOAT8 = [
     "tuning.mode=full",
@@ -116,10 +116,10 @@ CASES = [
         (["train.deliver_as=int4", setting], ["train.deliver_as=fp8", "tuning.mode=lora"])
         for setting in NOT_DELIVERED
     ),
-    (["tuning.towers=full"], ["tuning.towers=full", "tuning.mode=full"]),
-    (["tuning.towers=lora", "tuning.mode=full"], ["tuning.towers=lora", "tuning.mode=qlora"]),
-    (["tuning.towers=lora", "tuning.backend=unsloth"], ["tuning.towers=lora"]),
-    (["tuning.towers_learning_rate=1e-5"], ["tuning.towers_learning_rate=1e-5", TOWERS]),
+    (["tuning.encoders=full"], ["tuning.encoders=full", "tuning.mode=full"]),
+    (["tuning.encoders=lora", "tuning.mode=full"], ["tuning.encoders=lora", "tuning.mode=qlora"]),
+    (["tuning.encoders=lora", "tuning.backend=unsloth"], ["tuning.encoders=lora"]),
+    (["tuning.encoders_learning_rate=1e-5"], ["tuning.encoders_learning_rate=1e-5", ENCODERS]),
     (
         ["tuning.lora.modules_to_save=up_proj", "tuning.lora.target_modules=q_proj,up_proj"],
         ["tuning.lora.modules_to_save=up_proj", "tuning.lora.target_modules=q_proj"],

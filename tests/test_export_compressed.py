@@ -198,7 +198,7 @@ def test_awq_is_calibrated_and_held_to_the_run(copied, monkeypatch):
     assert any(name.endswith("q_proj.weight_packed") for name in stored)
 
 
-def test_a_model_that_reads_images_keeps_its_towers(tmp_path, tokenizer):
+def test_a_model_that_reads_images_keeps_its_encoders(tmp_path, tokenizer):
     write_published("gemma3", tmp_path / "plain", tokenizer, dtype=torch.bfloat16)
     errors = compress_folder(tmp_path / "plain", tmp_path / "packed", "fp8")
     assert errors and not any("vision" in name or "projector" in name for name in errors)

@@ -136,18 +136,20 @@ def test_prepared_by_processes_of_their_own(finished):
         pytest.param("full", "ddp", marks=LONG),
     ],
 )
-def test_towers_are_trained(finished, place, mode, strategy):
+def test_encoders_are_trained(finished, place, mode, strategy):
     changes = {
         "tuning.mode": mode,
-        "tuning.towers": mode,
-        "tuning.towers_learning_rate": 0.02,
+        "tuning.encoders": mode,
+        "tuning.encoders_learning_rate": 0.02,
         "train.learning_rate": 0.01 if mode == "lora" else 0.001,
     }
     folder = finished(strategy, **changes)
     if strategy != "single":
         assert losses(folder) == pytest.approx(losses(finished(**changes)), abs=5e-5)
         return
-    frozen = finished(**{**changes, "tuning.towers": "frozen", "tuning.towers_learning_rate": None})
+    frozen = finished(
+        **{**changes, "tuning.encoders": "frozen", "tuning.encoders_learning_rate": None}
+    )
     assert losses(folder)[0] == pytest.approx(losses(frozen)[0], abs=2e-5)
     assert losses(folder)[-1] != pytest.approx(losses(frozen)[-1], abs=1e-3)
     (path,) = folder.weights(mode).glob("*.safetensors")
@@ -165,11 +167,11 @@ def test_towers_are_trained(finished, place, mode, strategy):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tuning.towers": "drop"}, "TUNING_TOWERS=frozen"),
-        ({"tuning.towers": "full"}, "TUNING_TOWERS=lora"),
-        ({"tuning.towers_learning_rate": 0.1}, "no encoder is trained"),
+        ({"tuning.encoders": "drop"}, "TUNING_ENCODERS=frozen"),
+        ({"tuning.encoders": "full"}, "TUNING_ENCODERS=lora"),
+        ({"tuning.encoders_learning_rate": 0.1}, "no encoder is trained"),
         ({"train.strategy": "zero3"}, "TRAIN_STRATEGY=fsdp"),
-        ({"train.strategy": "zero2", "tuning.towers": "lora"}, "TRAIN_STRATEGY=ddp"),
+        ({"train.strategy": "zero2", "tuning.encoders": "lora"}, "TRAIN_STRATEGY=ddp"),
     ],
 )
 def test_what_cannot_train_them_is_refused(place, plan_run, changes, words):
@@ -189,7 +191,7 @@ def test_what_cannot_train_them_is_refused(place, plan_run, changes, words):
     [opening_here, pytest.param(contextlib.nullcontext, marks=LONG)],
     ids=["here", "in a process of its own"],
 )
-def test_towers_of_a_base_in_4_bits_are_whole_for_whoever_opens_it(
+def test_encoders_of_a_base_in_4_bits_are_whole_for_whoever_opens_it(
     place, tokenizer, plan_run, run_worker, tmp_path, opening
 ):
     base = write_image_model("qwen3_vl", tmp_path / "base", tokenizer, WHOLE_BLOCKS)

@@ -63,8 +63,8 @@ def test_a_step_is_that_of_plain_peft(model_type, packed, tokenizer, tmp_path):
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
-def test_so_is_one_that_trains_towers(model_type, mode, tokenizer, tmp_path):
-    found, reached = gap_of_step(model_type, tokenizer, tmp_path, True, mode=mode, towers=mode)
+def test_so_is_one_that_trains_encoders(model_type, mode, tokenizer, tmp_path):
+    found, reached = gap_of_step(model_type, tokenizer, tmp_path, True, mode=mode, encoders=mode)
     assert found.is_rounding, found
     assert any("visual" in name or "vision_tower" in name for name in reached)
     assert any("merger" in name or "projector" in name for name in reached) == (

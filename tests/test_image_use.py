@@ -184,7 +184,9 @@ def reopened_at(folder: Path, seen: RunFolder, device: str = "cpu", offload: Pat
 
 
 @pytest.mark.parametrize("part", ["visual.blocks.0", "visual.merger."])
-def test_a_merge_with_another_tower_or_projector_is_found(merged, seen, tmp_path, part, opens_here):
+def test_a_merge_with_another_encoder_or_projector_is_found(
+    merged, seen, tmp_path, part, opens_here
+):
     assert reopened_at(merged, seen).faults() == []
     changed = shutil.copytree(merged, tmp_path / "merged")
     tensors = load_file(changed / "model.safetensors")

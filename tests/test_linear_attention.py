@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sft_play.models import linear_attention
-from sft_play.models.architecture import towers_of
+from sft_play.models.architecture import encoders_of
 from sft_play.models.linear_attention import (
     bind_by_device,
     torch_code,
@@ -93,7 +93,7 @@ def test_on_a_cpu_a_model_runs_its_torch_code(monkeypatch: pytest.MonkeyPatch) -
     assert code.torch_chunk_gated_delta_rule is bound
 
 
-def test_towers_are_found_without_a_package_s_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoders_are_found_without_a_package_s_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     model = published_model("qwen3_5")
     code = sys.modules[type(model).__module__]
 
@@ -102,7 +102,7 @@ def test_towers_are_found_without_a_package_s_kernel(monkeypatch: pytest.MonkeyP
         raise AssertionError("a kernel wrote where a tensor without data has none")
 
     monkeypatch.setattr(code, "torch_chunk_gated_delta_rule", triton_kernel)
-    assert list(towers_of(model)) == ["model.visual"]
+    assert list(encoders_of(model)) == ["model.visual"]
 
 
 def test_a_proof_may_ask_for_torch_code_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ from sft_play.models.architecture import (
     auto_class_of,
     decoder_layers,
     decoder_of,
-    drop_towers,
-    towers_of,
+    drop_encoders,
+    encoders_of,
 )
 
 VISION = ["model.multi_modal_projector", "model.vision_tower"]
-TOWERS = {
+ENCODERS = {
     "gemma3": VISION,
     "mistral3": VISION,
     "qwen3_5": ["model.visual"],
@@ -42,20 +42,20 @@ TOWERS = {
 }
 
 
-@pytest.mark.parametrize("model_type", TOWERS)
-def test_towers_are_what_a_text_does_not_run(model_type):
+@pytest.mark.parametrize("model_type", ENCODERS)
+def test_encoders_are_what_a_text_does_not_run(model_type):
     model = published_model(model_type)
     ids = torch.arange(2, 18)[None]
     try:
         before = model(input_ids=ids, use_cache=False).logits
     except AttributeError as error:  # Llama 4 of transformers 5.24
         pytest.skip(f"the model's own code does not run: {error}")
-    assert sorted(towers_of(model)) == TOWERS[model_type]
-    for tower in towers_of(model).values():
-        for parameter in tower.parameters():
+    assert sorted(encoders_of(model)) == ENCODERS[model_type]
+    for encoder in encoders_of(model).values():
+        for parameter in encoder.parameters():
             torch.nn.init.constant_(parameter, torch.nan)
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
-    drop_towers(model)
+    drop_encoders(model)
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
     assert not any(weight.isnan().any() for weight in decoder_of(model).parameters()) or (
         model_type == "mllama"  # its layers keep their numbers
@@ -64,8 +64,8 @@ def test_towers_are_what_a_text_does_not_run(model_type):
 
 def test_the_stack_of_layers_is_that_of_the_language_model():
     model = published_model("paligemma")
-    tower = model.model.vision_tower
-    tower.encoder.layers.extend([tower.encoder.layers[0]] * 9)  # its tower is deeper
+    encoder = model.model.vision_tower
+    encoder.encoder.layers.extend([encoder.encoder.layers[0]] * 9)  # its encoder is deeper
     assert decoder_layers(model) == list(model.model.language_model.layers)
 
 
@@ -74,8 +74,8 @@ def test_llama_4_has_its_decoder_without_the_head():
     assert decoder_of(model) is model.language_model.model
 
 
-def test_a_model_of_text_has_no_towers():
-    assert towers_of(tiny_model("qwen3_5")) == {}
+def test_a_model_of_text_has_no_encoders():
+    assert encoders_of(tiny_model("qwen3_5")) == {}
 
 
 @pytest.mark.parametrize(
@@ -107,4 +107,4 @@ def test_a_type_that_generates_no_text_is_named():
 @pytest.mark.parametrize("model_type", ["kosmos-2", "pix2struct", "t5gemma2", "blip-2"])
 def test_a_model_that_needs_more_than_text_is_refused_with_what_it_needs(model_type):
     with pytest.raises(ConfigError, match=r"cannot run on text only: .*set MODEL_NAME"):
-        towers_of(published_model(model_type))
+        encoders_of(published_model(model_type))

@@ -17,7 +17,7 @@ from traced_steps import build_on_meta
 
 from sft_play.config.schema import Config
 from sft_play.models import bnb, lora
-from sft_play.models.architecture import towers_of
+from sft_play.models.architecture import encoders_of
 from sft_play.models.experts import expert_weights, find_experts, packed_weight, routing_linears
 from sft_play.models.fast.capture import kinds_of
 from sft_play.models.fast.reference_copies import in_float32
@@ -158,12 +158,12 @@ def test_weights_that_code_reads_stay_as_they_are_and_train(tmp_path):
     assert loss.isfinite()
 
 
-def test_towers_are_no_weights_that_could_not_be_packed():
+def test_encoders_are_no_weights_that_could_not_be_packed():
     model = published_model("gemma3")
     weights = packed_weights(model)
-    of_towers = [tower.parameters() for tower in towers_of(model).values()]
-    assert weights.kept["towers"] == sum(map(torch.numel, itertools.chain(*of_towers)))
-    assert not any("tower" in name for name in weights.unexplained)
+    of_encoders = [encoder.parameters() for encoder in encoders_of(model).values()]
+    assert weights.kept["encoders"] == sum(map(torch.numel, itertools.chain(*of_encoders)))
+    assert not any("encoder" in name for name in weights.unexplained)
 
 
 def test_the_model_without_memory_is_packed_alike(tmp_path):

@@ -93,7 +93,7 @@ PUBLISHED = {
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 80.0,
     "allenai/OLMo-2-0425-1B": 1.485,
     "zai-org/GLM-4-9B-0414": 9.40,
-    "mistralai/Ministral-3-8B-Base-2512": 8.9,  # 8.4 and a tower of 0.4, each cut off after a digit
+    "mistralai/Ministral-3-8B-Base-2512": 8.9,  # 8.4 and an encoder of 0.4, each cut off after a digit
 }
 
 

@@ -209,7 +209,7 @@ def test_a_model_like_llama_is_not_counted(tmp_path, counted_here):
 
 def test_a_package_that_a_model_s_code_needs_is_named_each_time(tmp_path, counted_here):
     facts = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"]}
-    config = config_of(tmp_path / "one", facts, tmp_path)  # its tower is one of timm
+    config = config_of(tmp_path / "one", facts, tmp_path)  # its encoder is one of timm
     for _ in range(2):  # it may be installed in between
         with pytest.raises(EnvironmentFault, match=r"needs timm; type \S+ -m pip install timm$"):
             load_counted_shape(config, {})

@@ -35,7 +35,7 @@ from tiny_models import MODEL_TYPES, TINY, WHOLE_BLOCKS
 from sft_play.errors import SftPlayError
 from sft_play.evaluation import plain
 from sft_play.inference.merge import merge_run
-from sft_play.models.architecture import towers_of
+from sft_play.models.architecture import encoders_of
 from sft_play.plan.config_json import known_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -103,7 +103,7 @@ def test_every_type_trains_or_says_why_not(model_type):
     reasons = [reason for reason, types in REFUSED.items() if model_type in types]
     if reasons:
         with pytest.raises((SftPlayError, ValueError), match=reasons[0]):
-            towers_of(published_model(model_type))
+            encoders_of(published_model(model_type))
     elif model_type not in NO_TEXT_PASS:
         assert step_gap(model_type, is_packed=False).is_rounding
         assert step_gap(model_type, is_packed=True).is_rounding != (model_type in NEVER_PACKED)
@@ -137,7 +137,7 @@ def test_what_leaves_is_what_came(model_type, mode, tokenizer, tmp_path, plan_ru
     for name in before:
         old, new = load_file(before[name])[name], load_file(after[name])[name]
         trained += not torch.equal(old.float(), new.float())
-        if is_of_tower(name):
+        if is_of_encoder(name):
             assert old.dtype == new.dtype and torch.equal(old, new), name
     assert trained
     for path in base.glob("*processor*.json"):
@@ -171,7 +171,7 @@ def test_a_resumed_run_reads_weights_that_are_saved_under_other_names(
         assert torch.equal(load_file(path)[name], load_file(found)[name]), name
 
 
-def is_of_tower(name: str) -> bool:
+def is_of_encoder(name: str) -> bool:
     return name.startswith(("mtp.", "visual.", "model.visual", "vision", "multi_modal"))
 
 

@@ -7,10 +7,11 @@ import pytest
 from pydantic import ValidationError
 from test_runs import facts
 
-from sft_play.config import on_resume
+from sft_play.config import layers, on_resume
 from sft_play.config.on_resume import OnResume
 from sft_play.config.schema import Config, kinds, settings
 from sft_play.errors import CheckpointError
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.resumed import Resumed, refuse_other_steps
 
 SOME_VALUES = ("other", 3, 0.25, 0.75, 64, True, False, ["other"], [1], {"a": "b"})
@@ -78,6 +79,24 @@ def test_a_source_may_move_but_not_change_its_weight_or_columns(beside):
     assert before.refuse_changes(config("moved.jsonl", weight=3)) is None
     with pytest.raises(CheckpointError, match=r"  data\.train_path "):
         before.refuse_changes(config("a.jsonl", **{"weight": 3, **beside}))
+
+
+def test_runs_of_versions_that_called_encoders_towers_are_read_and_resumed(tmp_path):
+    config = with_value("tuning.encoders", "lora")
+    folder = RunFolder(tmp_path)
+    folder.write_config(config)
+    written = tmp_path / "config.yaml"
+    earlier = written.read_text().replace("encoders", "towers")
+    assert "towers_learning_rate" in earlier
+    written.write_text(earlier)
+    assert folder.read_config() == config
+    problems = []
+    layer = layers.of_run(written, problems)
+    assert layer["tuning.encoders"].value == "lora" and not problems
+    saved = facts(config)
+    tuning = {name.replace("encoders", "towers"): value for name, value in config.tuning}
+    saved["config"] = {**saved["config"], "tuning": tuning}
+    assert Resumed(tmp_path, saved).then.tuning.encoders == "lora"
 
 
 def test_a_stamp_of_another_version_is_named():

@@ -8,6 +8,7 @@ environment is passed in as a mapping.
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -22,6 +23,7 @@ from sft_play.config.schema import (
     kinds,
     sections,
     settings,
+    with_present_names,
 )
 from sft_play.config.unknown import Suggestion, suggest
 from sft_play.config.yaml_source import (
@@ -104,9 +106,13 @@ def from_files(source: Path, base: Path | None, problems: list[str]) -> list[Lay
     return layers
 
 
-def from_file(path: Path, problems: list[str]) -> Layer:
-    """Return the settings of one file that includes no other. Raises ConfigError."""
-    return _collect_settings(read_mapping(path, displayed(path)), problems)
+def of_run(path: Path, problems: list[str]) -> Layer:
+    """Return the settings of a run's config.yaml, which includes no other. Raises ConfigError."""
+    mapping = read_mapping(path, displayed(path))
+    tuning = mapping.get("tuning")
+    if tuning is not None and isinstance(tuning.value, dict):
+        mapping["tuning"] = replace(tuning, value=with_present_names(tuning.value))
+    return _collect_settings(mapping, problems)
 
 
 def _include_names(include: Located | None) -> list[str]:

@@ -55,7 +55,7 @@ MUST_MATCH = """
     tuning.lora.alpha tuning.lora.dropout tuning.lora.target_modules tuning.lora.experts
     tuning.lora.use_rslora tuning.lora.use_dora tuning.lora.init_lora_weights
     tuning.lora.loraplus_lr_ratio tuning.lora.layers_to_transform tuning.lora.modules_to_save
-    tuning.lora.trainable_tokens tuning.towers tuning.towers_learning_rate
+    tuning.lora.trainable_tokens tuning.encoders tuning.encoders_learning_rate
     train.effective_batch_size train.learning_rate data.order
     train.lr_scheduler_type train.lr_scheduler_kwargs train.warmup_steps train.weight_decay
     train.max_grad_norm train.optim

@@ -116,27 +116,27 @@ def _trains_matrix_and_rows(config: Config) -> bool:
     return bool(config.trained_tokens) and bool(named & (EMBEDDINGS | HEADS))
 
 
-TOWER_RULES = (
+ENCODER_RULES = (
     Rule(
-        ("tuning.towers", "tuning.mode"),
-        lambda c: c.tuning.towers == "full" and c.tuning.mode != "full",
-        "every weight of an encoder is trained in mode full; set TUNING_TOWERS=lora, or "
+        ("tuning.encoders", "tuning.mode"),
+        lambda c: c.tuning.encoders == "full" and c.tuning.mode != "full",
+        "every weight of an encoder is trained in mode full; set TUNING_ENCODERS=lora, or "
         "TUNING_MODE=full",
     ),
     Rule(
-        ("tuning.towers", "tuning.mode"),
-        lambda c: c.tuning.towers == "lora" and c.tuning.mode == "full",
-        "mode full has no adapters; set TUNING_TOWERS=full, or TUNING_MODE=lora",
+        ("tuning.encoders", "tuning.mode"),
+        lambda c: c.tuning.encoders == "lora" and c.tuning.mode == "full",
+        "mode full has no adapters; set TUNING_ENCODERS=full, or TUNING_MODE=lora",
     ),
     Rule(
-        ("tuning.towers", "tuning.backend"),
-        lambda c: c.tuning.trains_towers and c.tuning.backend == "unsloth",
+        ("tuning.encoders", "tuning.backend"),
+        lambda c: c.tuning.trains_encoders and c.tuning.backend == "unsloth",
         "this backend is given text; set TUNING_BACKEND=bnb",
     ),
     Rule(
-        ("tuning.towers_learning_rate", "tuning.towers"),
-        lambda c: c.tuning.towers_learning_rate is not None and not c.tuning.trains_towers,
-        "no encoder is trained; set TUNING_TOWERS=lora, or full in mode full",
+        ("tuning.encoders_learning_rate", "tuning.encoders"),
+        lambda c: c.tuning.encoders_learning_rate is not None and not c.tuning.trains_encoders,
+        "no encoder is trained; set TUNING_ENCODERS=lora, or full in mode full",
     ),
 )
 FLOAT8_RULES = (
@@ -322,7 +322,7 @@ RULES = (
     ),
     *FLOAT8_RULES,
     *map(_rule_of_delivery, NOT_DELIVERED),
-    *TOWER_RULES,
+    *ENCODER_RULES,
     Rule(
         ("tuning.lora.modules_to_save", "tuning.lora.target_modules"),
         lambda c: bool(_names_of_both(c)),

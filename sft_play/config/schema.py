@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic.fields import FieldInfo
 
@@ -32,6 +32,7 @@ __all__ = [
     "kinds",
     "sections",
     "settings",
+    "with_present_names",
 ]
 
 
@@ -42,6 +43,13 @@ class Config(Section):
     tuning: TuningSection = TuningSection()
     train: TrainSection = TrainSection()
     data: DataSection = DataSection()
+
+    @classmethod
+    def of_run(cls, values: Mapping[str, Any]) -> Self:
+        """Return the config that a run has written, also one of a version with other names."""
+        if isinstance(values, Mapping) and isinstance(values.get("tuning"), Mapping):
+            values = {**values, "tuning": with_present_names(values["tuning"])}
+        return cls.model_validate(values)
 
     @property
     def epoch_seed(self) -> int | None:
@@ -55,6 +63,11 @@ class Config(Section):
             return []
         tokens = [*(self.tuning.lora.trainable_tokens or ()), *(self.model.add_tokens or ())]
         return list(dict.fromkeys(tokens))
+
+
+def with_present_names(tuning: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section tuning of a run; until November 2026 encoders were called towers there."""
+    return {name.replace("towers", "encoders"): value for name, value in tuning.items()}
 
 
 @cache

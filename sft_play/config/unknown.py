@@ -58,6 +58,8 @@ SAME_SETTING = names_by_meaning(
         accumulate_grad_batches grad_accumulation grad_accumulation_steps gradient_accumulation
         gradient_accumulation_steps
         """,
+        "tuning.encoders": "towers",
+        "tuning.encoders_learning_rate": "towers_learning_rate",
         "model.add_tokens": """
         add_special_tokens additional_special_tokens new_special_tokens tokens
         """,

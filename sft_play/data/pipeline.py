@@ -105,9 +105,10 @@ def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
 def refuse_images(planned: PlannedRun, data: RunData) -> None:
     """Raise ConfigError for rows with images if a run would not train them, or wait for ever."""
     tuning = planned.config.tuning
-    if tuning.trains_towers and not data.train.has_images:
+    if tuning.trains_encoders and not data.train.has_images:
         raise ConfigError(
-            f"tuning.towers={tuning.towers}: no training row has an image; set TUNING_TOWERS=frozen"
+            f"tuning.encoders={tuning.encoders}: no training row has an image; "
+            "set TUNING_ENCODERS=frozen"
         )
     if not any(split.has_images for split in (data.train, data.validation, data.test)):
         return
@@ -115,14 +116,15 @@ def refuse_images(planned: PlannedRun, data: RunData) -> None:
         raise ConfigError(
             "tuning.backend=unsloth: rows with images are trained by TUNING_BACKEND=bnb"
         )
-    if tuning.towers == "drop":
+    if tuning.encoders == "drop":
         raise ConfigError(
-            "tuning.towers=drop: rows have images, which encoders read; set TUNING_TOWERS=frozen"
+            "tuning.encoders=drop: rows have images, which encoders read; "
+            "set TUNING_ENCODERS=frozen"
         )
     if planned.plan.zero_stage == 3:
         raise ConfigError(
-            "ZeRO-3 gathers the weights of towers on all ranks at once, and some have no image in "
-            "a batch; set TRAIN_STRATEGY=fsdp, or zero2"
+            "ZeRO-3 gathers the weights of encoders on all ranks at once, and some have no image "
+            "in a batch; set TRAIN_STRATEGY=fsdp, or zero2"
         )
 
 

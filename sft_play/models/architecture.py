@@ -1,6 +1,6 @@
 """The class that a checkpoint declares, and which part of that class reads text.
 
-A composite model has a language model, which is trained, and towers for images or sound,
+A composite model has a language model, which is trained, and encoders for images or sound,
 which are not. Both are found by structure. Imports no code of other rooms.
 """
 
@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models.linear_attention import bind_by_device
 
-TOWERS = "tower_names"  # attribute of a model: found once
+ENCODERS = "encoder_names"  # attribute of a model: found once
 TOKENS = 8
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 
@@ -34,7 +34,7 @@ AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForM
 def auto_class_of(config: PretrainedConfig) -> type:
     """Return transformers' auto class that makes the class which a config declares.
 
-    If it declares none that transformers knows, a composite config is opened with its towers.
+    If it declares none that transformers knows, a composite config is opened with its encoders.
 
     Raises: EnvironmentFault for a config whose models generate no text after a prompt.
     """
@@ -93,7 +93,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the stack of layers of a model without adapters, without its output head.
 
     Of ModernBERT's decoder get_decoder finds the head, which is called `decoder` there; of Llama 4
-    with its tower it finds the language model with its head.
+    with its encoder it finds the language model with its head.
     """
     found = model.get_decoder()
     if found is model.get_output_embeddings():
@@ -111,8 +111,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
     return found
 
 
-def towers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the modules of a composite model that read no text, by name: towers and projectors.
+def encoders_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the modules of a composite model that read no text, by name: encoders and projectors.
 
     They are those next to the decoder, and those inside it that a text does not run, such as the
     cross-attention of Mllama. A model of text has none.
@@ -121,15 +121,15 @@ def towers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """
     if not model.config.sub_configs:
         return {}
-    names = vars(model).get(TOWERS)
+    names = vars(model).get(ENCODERS)
     if names is None:
-        names = vars(model)[TOWERS] = _tower_names(empty_twin(model))
+        names = vars(model)[ENCODERS] = _encoder_names(empty_twin(model))
     modules = dict(model.named_modules())
     return {name: modules[name] for name in names if name in modules}
 
 
-def _tower_names(twin: PreTrainedModel) -> tuple[str, ...]:
-    """Return the names of an empty model's towers."""
+def _encoder_names(twin: PreTrainedModel) -> tuple[str, ...]:
+    """Return the names of an empty model's encoders."""
     try:
         text = {twin.get_input_embeddings(), twin.get_output_embeddings()}
         ran = _modules_of_a_text(twin)
@@ -144,7 +144,7 @@ def _tower_names(twin: PreTrainedModel) -> tuple[str, ...]:
     if ran:
         for name, module in _apart(twin, "", text | ran, enters=True).items():
             is_leaf = next(module.children(), None) is None  # its weight may be read by its name
-            if not is_leaf and not f"{name}.".startswith(tuple(f"{tower}." for tower in found)):
+            if not is_leaf and not f"{name}.".startswith(tuple(f"{encoder}." for encoder in found)):
                 found[name] = module
     return tuple(found)
 
@@ -184,9 +184,9 @@ def _modules_of_a_text(twin: PreTrainedModel) -> set[nn.Module]:
     return ran
 
 
-def drop_towers(model: PreTrainedModel) -> None:
-    """Free the towers of a model, which reads text alone from then on."""
-    for name in towers_of(model):
+def drop_encoders(model: PreTrainedModel) -> None:
+    """Free the encoders of a model, which reads text alone from then on."""
+    for name in encoders_of(model):
         holder, _, own = name.rpartition(".")
         holder = model.get_submodule(holder)
         if not isinstance(holder, nn.ModuleList):  # such as a layer of Mllama, which is passed over
@@ -198,8 +198,8 @@ def text_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     apart: set[nn.Module] = set()
     if isinstance(base, PreTrainedModel):
-        for tower in towers_of(base).values():
-            apart.update(tower.modules())
+        for encoder in encoders_of(base).values():
+            apart.update(encoder.modules())
     return [(name, module) for name, module in model.named_modules() if module not in apart]
 
 

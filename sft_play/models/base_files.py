@@ -39,7 +39,7 @@ from sft_play.models.added_tokens import (
     grow_tensors,
     growth_of,
 )
-from sft_play.models.architecture import auto_class_of, towers_of
+from sft_play.models.architecture import auto_class_of, encoders_of
 from sft_play.models.parameters import dtype_name
 from sft_play.models.shards import InFile, ShardWriter, files_in, tensor_files, tensors_in
 from sft_play.models.stored_weights import Stored, as_plain, reading_as_plain
@@ -206,7 +206,7 @@ def write_config(
 def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None:
     """Write the base's own tensors into a saved model if nobody trained them, bit by bit.
 
-    They are those of towers that were frozen, and those that the model's class does not load; of a
+    They are those of frozen encoders, and those that the model's class does not load; of a
     quantized base they are the numbers that it stores. All tensors get the names of the base's
     files: transformers saves some models under others. Without safetensors files of the base here,
     and if the model is in 4 bits, what transformers saved stays.
@@ -214,11 +214,11 @@ def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> N
     base = base_tensors(config)
     if not base or getattr(model, "hf_quantizer", None) is not None:
         return
-    towers: tuple[str, ...] = ()
-    if not config.tuning.trains_towers:
-        towers = tuple(f"{name}." for name in towers_of(model))
+    encoders: tuple[str, ...] = ()
+    if not config.tuning.trains_encoders:
+        encoders = tuple(f"{name}." for name in encoders_of(model))
     loaded = loaded_names(model, base)
-    kept = {name for name, own in loaded.items() if own is None or own.startswith(towers)}
+    kept = {name for name, own in loaded.items() if own is None or own.startswith(encoders)}
     saved = files_in(folder)
     replaced = {loaded[name] for name in kept}
     trained = loaded_names(model, saved)

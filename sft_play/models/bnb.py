@@ -35,7 +35,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models import mxfp4
-from sft_play.models.architecture import empty_model, empty_twin, towers_of
+from sft_play.models.architecture import empty_model, empty_twin, encoders_of
 from sft_play.models.base_files import stored_config
 from sft_play.models.experts import (
     expert_weights,
@@ -92,8 +92,8 @@ def plain_quantization(config: Config, compute_dtype: torch.dtype) -> dict[str, 
 
 
 def kept_whole(model: PreTrainedModel) -> list[str]:
-    """Return the names of the modules that stay in 16 bits besides the head: routers and towers."""
-    return [*sorted(unquantized_linears(model)), *towers_of(model)]
+    """Return the names of the modules that stay in 16 bits next to the head: routers, encoders."""
+    return [*sorted(unquantized_linears(model)), *encoders_of(model)]
 
 
 def with_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> PretrainedConfig:
@@ -200,7 +200,7 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
         super()._process_model_before_weight_loading(model, *args, **kwargs)
 
     def get_modules_to_not_convert(self, *args: Any, **kwargs: Any) -> list[str]:
-        """Return the names of the modules that stay in 16 bits: head, routers and towers."""
+        """Return the names of the modules that stay in 16 bits: head, routers and encoders."""
         return [*super().get_modules_to_not_convert(*args, **kwargs), *self.whole]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:

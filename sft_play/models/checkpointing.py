@@ -43,7 +43,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sft_play.models.architecture import decoder_layers, towers_of
+from sft_play.models.architecture import decoder_layers, encoders_of
 from sft_play.models.fast.linears.tiles import set_tiled
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.weight_offloading import CopyStream, pin
@@ -72,7 +72,7 @@ def checkpoint_layers(
     if keeps_attention:
         contexts = functools.partial(create_selective_checkpoint_contexts, _attention_operations())
         function = functools.partial(function, context_fn=contexts)
-    for layer in _layers_of_trained_towers(model):
+    for layer in _layers_of_trained_encoders(model):
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = function
     if not layers:
@@ -115,12 +115,14 @@ def _attention_operations() -> list[OpOverload]:
     ]
 
 
-def _layers_of_trained_towers(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers of towers that are trained: always recomputed, for their many patches."""
+def _layers_of_trained_encoders(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """Return the layers of encoders that are trained: always recomputed, for their many patches."""
     found = []
-    for tower in towers_of(base_model_of(model)).values():
-        if any(parameter.requires_grad for parameter in tower.parameters()):
-            found += [one for one in tower.modules() if isinstance(one, GradientCheckpointingLayer)]
+    for encoder in encoders_of(base_model_of(model)).values():
+        if any(parameter.requires_grad for parameter in encoder.parameters()):
+            found += [
+                one for one in encoder.modules() if isinstance(one, GradientCheckpointingLayer)
+            ]
     return found
 
 

@@ -30,10 +30,11 @@ from sft_play.config.schema import LoraSection
 from sft_play.data.limits import refuse_endless
 from sft_play.errors import ConfigError
 from sft_play.models.adapter_state import ADAPTER, load_published, why_not_fitting
-from sft_play.models.architecture import towers_of
+from sft_play.models.architecture import encoders_of
 from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import (
     ExpertWeight,
+    encoder_linears,
     expert_weights,
     is_linear,
     is_named,
@@ -42,7 +43,6 @@ from sft_play.models.experts import (
     reads_weight,
     routing_linears,
     source_of,
-    tower_linears,
     wrap_shared,
 )
 from sft_play.plan.structure import FUSED, with_fused
@@ -59,22 +59,22 @@ class AdapterTargets:
 
 
 def names_targets(model: PreTrainedModel) -> bool:
-    """Return whether PEFT would find others: next to experts, towers, what it cannot adapt."""
+    """Return whether PEFT would find others: next to experts, encoders, what it cannot adapt."""
     return bool(
         expert_weights(model)
         or routing_linears(model)
-        or towers_of(model)
+        or encoders_of(model)
         or _without_effect(model)
         or _unread_by_peft(model, linear_names(model))
     )
 
 
 def choose_targets(
-    model: PreTrainedModel, lora: LoraSection, in_towers: bool = False
+    model: PreTrainedModel, lora: LoraSection, in_encoders: bool = False
 ) -> AdapterTargets:
     """Return what `tuning.lora` adapts: all-linear leaves out the output head and the routers.
 
-    With `in_towers` the linear layers of towers, too, by the same names.
+    With `in_encoders` the linear layers of encoders, too, by the same names.
 
     Raises: ConfigError for a name that the model lacks, or for experts that it has none of.
     """
@@ -87,9 +87,9 @@ def choose_targets(
     if in_layers is not None:
         linears = [name for name in linears if layer_of(name) in in_layers]
         experts = [weight for weight in experts if layer_of(weight.name) in in_layers]
-    if in_towers:
+    if in_encoders:
         names = lora.target_modules
-        every = tower_linears(model)
+        every = encoder_linears(model)
         linears += [each for each in every if isinstance(names, str) or is_named(each, names)]
     unread = _unread_by_peft(model, [*linears, *(weight.module_name for weight in experts)])
     if unread:
@@ -120,7 +120,7 @@ def adapter_config(
             every_parameter.append(f"{name}.weight")
     return replace(
         config,
-        target_modules=_targets(modules, every_module, bool(towers_of(model))),
+        target_modules=_targets(modules, every_module, bool(encoders_of(model))),
         target_parameters=_without_layers(parameters, every_parameter) or None,
     )
 
@@ -358,14 +358,14 @@ def _without_layers(names: list[str], every_name: list[str]) -> list[str]:
     return short if _names_exactly(short, names, every_name) else sorted(names)
 
 
-def _targets(names: list[str], every_name: list[str], has_towers: bool) -> list[str] | str:
-    """Return what PEFT finds the modules `names` by: last words, or next to towers an expression.
+def _targets(names: list[str], every_name: list[str], has_encoders: bool) -> list[str] | str:
+    """Return what PEFT finds the modules `names` by: last words, or next to encoders an expression.
 
     It ends in one group, of last words if these suffice: vLLM reads them from there. PEFT would
-    shorten a list of full names to endings that also name modules of a tower.
+    shorten a list of full names to endings that also name modules of an encoder.
     """
     words = sorted({name.rpartition(".")[2] for name in names})
-    if not names or not has_towers:
+    if not names or not has_encoders:
         return words if _names_exactly(words, names, every_name) else names
     path = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".")
     expression = rf"{re.escape(path)}\..*\.({'|'.join(words)})"

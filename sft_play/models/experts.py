@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ConfigError
-from sft_play.models.architecture import text_modules, towers_of
+from sft_play.models.architecture import encoders_of, text_modules
 
 # Argument of transformers' models that compute a load-balancing loss
 BALANCE = "output_router_logits"
@@ -165,11 +165,11 @@ def linear_names(model: nn.Module) -> list[str]:
     return [name for name, module in text_modules(model) if is_linear(module)]
 
 
-def tower_linears(model: PreTrainedModel) -> list[str]:
-    """Return the names of the linear layers of towers that adapters can wrap."""
+def encoder_linears(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers of encoders that adapters can wrap."""
     found = []
-    for tower, module in towers_of(model).items():
-        for own, part in module.named_modules(prefix=tower):
+    for encoder, module in encoders_of(model).items():
+        for own, part in module.named_modules(prefix=encoder):
             parent, _, word = own.rpartition(".")
             if is_linear(part) and not reads_weight(word, type(model.get_submodule(parent))):
                 found.append(own)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from sft_play.config.schema import Config
 from sft_play.data.collate import ImageInputs
 from sft_play.data.processor import Processor
-from sft_play.models.architecture import empty_twin, towers_of
+from sft_play.models.architecture import empty_twin, encoders_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.sharding import run_within
 
@@ -32,10 +32,10 @@ def image_inputs_of(
     `has_boundaries` says that packed batches have them in place of a mask.
     """
     base = base_model_of(model)
-    towers = towers_of(base)
-    if not towers:
+    encoders = encoders_of(base)
+    if not encoders:
         return None
-    dtype = next(next(iter(towers.values())).parameters()).dtype
+    dtype = next(next(iter(encoders.values())).parameters()).dtype
     rope = None
     if is_packed:
         parts = empty_twin(base).modules()
@@ -45,25 +45,25 @@ def image_inputs_of(
     return ImageInputs(Processor(config, tokenizer), arguments, dtype, rope, gives_blocks)
 
 
-def trained_tower_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of towers that are trained, adapters included."""
+def trained_encoder_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of encoders that are trained, adapters included."""
     base = base_model_of(model)
-    towers = towers_of(base).values() if isinstance(base, PreTrainedModel) else ()
-    weights = dict.fromkeys(weight for tower in towers for weight in tower.parameters())
+    encoders = encoders_of(base).values() if isinstance(base, PreTrainedModel) else ()
+    weights = dict.fromkeys(weight for encoder in encoders for weight in encoder.parameters())
     return [weight for weight in weights if weight.requires_grad]
 
 
-def keep_towers_in_their_type(model: PreTrainedModel) -> None:
-    """Let towers of 16 bits that are not trained compute as they do at use: without autocast.
+def keep_encoders_in_their_type(model: PreTrainedModel) -> None:
+    """Let encoders of 16 bits that are not trained compute as they do at use: without autocast.
 
     It would cast what their norms read and write to float32, and copy it back.
     """
-    for tower in towers_of(model).values():
-        run_within(tower, functools.partial(_own_type, tower))
+    for encoder in encoders_of(model).values():
+        run_within(encoder, functools.partial(_own_type, encoder))
 
 
-def _own_type(tower: nn.Module) -> contextlib.AbstractContextManager[None]:
-    parameters = list(tower.parameters())
+def _own_type(encoder: nn.Module) -> contextlib.AbstractContextManager[None]:
+    parameters = list(encoder.parameters())
     if any(each.requires_grad or each.dtype.itemsize != 2 for each in parameters):
         return contextlib.nullcontext()
     return torch.autocast(parameters[0].device.type, enabled=False)

@@ -26,7 +26,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, expert_parallel, lora, placement, sharding, weight_offloading
 from sft_play.models.added_tokens import reading_grown
-from sft_play.models.architecture import auto_class_of, drop_towers, empty_twin, towers_of
+from sft_play.models.architecture import auto_class_of, drop_encoders, empty_twin, encoders_of
 from sft_play.models.base_files import (
     growth_of_base,
     reading_stored,
@@ -46,7 +46,7 @@ from sft_play.models.float8.loading import (
     leave_to_each_rank,
     quantizing_to_float8,
 )
-from sft_play.models.images import keep_towers_in_their_type
+from sft_play.models.images import keep_encoders_in_their_type
 from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.positions import keep_angles_exact, refuse_longer_rows, with_stretched_rope
 from sft_play.models.stored_weights import one_tensor_at_a_time
@@ -104,7 +104,7 @@ def load_model(
     model = base = load_base(config, process, places)
     deliver(model, config)
     if config.tuning.mode == "full":
-        _freeze_what_its_class_freezes(model, config.tuning.towers == "full")
+        _freeze_what_its_class_freezes(model, config.tuning.encoders == "full")
     else:
         model = lora.add_adapters(model, config, lora.trainable_token_ids(config))
         deliver_adapters(model)
@@ -124,10 +124,10 @@ def load_model(
     return model
 
 
-def _freeze_what_its_class_freezes(model: PreTrainedModel, trains_towers: bool) -> None:
+def _freeze_what_its_class_freezes(model: PreTrainedModel, trains_encoders: bool) -> None:
     """Freeze what no gradient reaches, such as a router's balancing bias, and what reads no text.
 
-    But for towers that are trained.
+    But for encoders that are trained.
 
     transformers makes every parameter again when it loads weights, and all of them trainable.
     """
@@ -136,8 +136,8 @@ def _freeze_what_its_class_freezes(model: PreTrainedModel, trains_towers: bool) 
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
-    for tower in () if trains_towers else towers_of(model).values():
-        tower.requires_grad_(False)
+    for encoder in () if trains_encoders else encoders_of(model).values():
+        encoder.requires_grad_(False)
 
 
 def load_trained(model: PreTrainedModel, folder: str) -> None:
@@ -213,12 +213,12 @@ def load_base(
 
 def _finish_loading(model: PreTrainedModel, config: Config) -> None:
     """Correct what transformers leaves otherwise than training needs it."""
-    if config.tuning.towers == "drop":
-        drop_towers(model)
+    if config.tuning.encoders == "drop":
+        drop_encoders(model)
     refuse_longer_rows(model, config.model.max_seq_len)
     keep_soft_caps(model)
     keep_angles_exact(model)
-    keep_towers_in_their_type(model)
+    keep_encoders_in_their_type(model)
     bind_by_device(model)
     if model.can_generate():
         model.generation_config = savable_generation_config(model)

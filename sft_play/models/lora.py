@@ -34,7 +34,7 @@ def add_adapters(
     lora = config.tuning.lora
     if lora.layers_to_transform is not None:
         _check_layers(model, lora.layers_to_transform)
-    targets = expert_adapters.choose_targets(model, lora, config.tuning.towers == "lora")
+    targets = expert_adapters.choose_targets(model, lora, config.tuning.encoders == "lora")
     if not (targets.linears or targets.experts):
         raise ConfigError(
             f"tuning.mode={config.tuning.mode}: no layer can have adapters; set TUNING_MODE=full"

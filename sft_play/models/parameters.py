@@ -11,7 +11,7 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sft_play.models.architecture import towers_of
+from sft_play.models.architecture import encoders_of
 from sft_play.models.experts import expert_weights, routing_linears
 from sft_play.models.sharding import own_part
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Of all weights: what stays in 16 bits for no known reason and is more than this is a warning
 MAX_UNEXPLAINED = 0.01
-KNOWN = ("embeddings", "output head", "norms and biases", "routers", "towers")
+KNOWN = ("embeddings", "output head", "norms and biases", "routers", "encoders")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def packed_weights(model: PreTrainedModel) -> PackedWeights:
 
 
 def _kinds(model: PreTrainedModel) -> dict[str, str]:
-    """Return the kind of embeddings, head, routers and towers by the name of the parameter."""
+    """Return the kind of embeddings, head, routers and encoders by the name of the parameter."""
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     routers = {f"{name}.weight" for name in routing_linears(model)}
@@ -158,8 +158,8 @@ def _kinds(model: PreTrainedModel) -> dict[str, str]:
                 kinds[parameter_name] = "output head"
             elif parameter_name in routers or (experts and len(parameter) == experts):
                 kinds[parameter_name] = "routers"
-    for name, tower in towers_of(model).items():
-        kinds |= dict.fromkeys(dict(tower.named_parameters(prefix=name)), "towers")
+    for name, encoder in encoders_of(model).items():
+        kinds |= dict.fromkeys(dict(encoder.named_parameters(prefix=name)), "encoders")
     return kinds
 
 

@@ -38,7 +38,7 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError
-from sft_play.models.architecture import towers_of
+from sft_play.models.architecture import encoders_of
 from sft_play.models.stored_weights import changing_weights
 from sft_play.process import Process
 
@@ -109,9 +109,9 @@ def _divide(
         )
     layers = outermost_layers(model)
     # ranks without an image do not run them, and gather nothing; they are a small part
-    towers = towers_of(model).values()
-    left_whole = (left_whole or set()).union(*(tower.parameters() for tower in towers))
-    inside = {module for tower in towers for module in tower.modules()}
+    encoders = encoders_of(model).values()
+    left_whole = (left_whole or set()).union(*(encoder.parameters() for encoder in encoders))
+    inside = {module for encoder in encoders for module in encoder.modules()}
     layers = [layer for layer in layers if layer not in inside]
     if not layers:
         raise ConfigError(

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import Config, LoraSection
 from sft_play.errors import ConfigError, SftPlayError, first_line
-from sft_play.models.architecture import decoder_layers, empty_model, text_modules, towers_of
+from sft_play.models.architecture import decoder_layers, empty_model, encoders_of, text_modules
 from sft_play.models.expert_adapters import choose_targets
 from sft_play.models.experts import expert_weights, linear_names, unquantized_linears
 from sft_play.models.fake_model import load_architecture
@@ -74,10 +74,10 @@ def structure_of(model: PreTrainedModel) -> Structure:
         active_parameters=parameters - modules.unmet_parameters(),
         matrices=modules.matrices(),
         layers=modules.layer_kinds(),
-        towers=sum(
+        encoders=sum(
             parameter.numel()
-            for tower in towers_of(model).values()
-            for parameter in tower.parameters()
+            for encoder in encoders_of(model).values()
+            for parameter in encoder.parameters()
         ),
     )
 

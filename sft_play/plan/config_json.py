@@ -24,7 +24,7 @@ from sft_play.plan.structure import Structure, structure_from_json
 from sft_play.runs.model_folder import read_object
 
 # what config.json has next to a language model's sizes if the model also reads something else
-TOWERS = ("vision_config", "audio_config", "speech_config")
+ENCODERS = ("vision_config", "audio_config", "speech_config")
 KNOWN = Path(__file__).parent / "known_models.json"
 ModelConfigJson = Mapping[str, Any]  # a transformers config.json
 COUNT = re.compile(r"(layer|block|head|expert)s?$")  # of modules, which are built one by one
@@ -108,8 +108,8 @@ def text_part(config: ModelConfigJson) -> ModelConfigJson:
 
 
 def is_composite(config: ModelConfigJson) -> bool:
-    """Return whether a config.json describes a language model with towers."""
-    return any(isinstance(config.get(key), Mapping) for key in TOWERS)
+    """Return whether a config.json describes a language model with encoders."""
+    return any(isinstance(config.get(key), Mapping) for key in ENCODERS)
 
 
 class ModelFacts(NamedTuple):

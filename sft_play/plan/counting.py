@@ -51,7 +51,7 @@ KNOWN_SETTINGS: dict[str, dict[str, Any]] = {
 }
 MODEL_SETTINGS = {"add_tokens", "dtype", "attn_implementation", "trust_remote_code"}
 # Settings of adapters that change no byte
-WEIGHTLESS = {"alpha", "use_rslora", "loraplus_lr_ratio", "towers_learning_rate"}
+WEIGHTLESS = {"alpha", "use_rslora", "loraplus_lr_ratio", "encoders_learning_rate"}
 # Their versions change the answers
 LIBRARIES = (
     "torch",
@@ -71,7 +71,7 @@ class Uncounted(Exception):
 
 
 def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
-    """Return the shape of a run's model with its structure, without towers that are dropped.
+    """Return the shape of a run's model with its structure, without encoders that are dropped.
 
     Architectures like Llama need none, and that of well-known models is at hand. Any other model is
     built without weights in a separate process, once. If that fails the shape has the reason
@@ -82,11 +82,11 @@ def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape
     """
     shape = _counted_shape(config, environ)
     shape = shape.with_vocab(grown_vocabulary(config.model, shape.vocab, environ))
-    counts, towers = shape.structure, config.tuning.towers
-    if counts is None or towers not in ("full", "drop"):
+    counts, encoders = shape.structure, config.tuning.encoders
+    if counts is None or encoders not in ("full", "drop"):
         return shape
-    dropped = counts.towers if towers == "drop" else 0
-    return replace(shape, structure=replace(counts.with_more(-dropped), towers=0))
+    dropped = counts.encoders if encoders == "drop" else 0
+    return replace(shape, structure=replace(counts.with_more(-dropped), encoders=0))
 
 
 def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:

@@ -49,7 +49,7 @@ class ModelShape:
     head_dim: int  # features of a head
     is_tied: bool  # the output head shares the embedding's weights
     model_type: str = ""  # as config.json names the architecture, of a composite one its text part
-    composite: str | None = None  # the class of a model that has towers next to its text part
+    composite: str | None = None  # the class of a model that has encoders next to its text part
     structure: Structure | None = None  # counted on the model's modules
     guess: str | None = None  # why nobody counted, if the layers may not be those of Llama
     in_mxfp4: bool = False  # its experts are published so, and stay so over a 4-bit base

@@ -164,11 +164,11 @@ def _refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
             "lists of weights; set TRAIN_OPTIM=adamw_torch_fused, or use make train-distributed "
             "TRAIN_STRATEGY=ddp"
         )
-    if loaded.config.tuning.trains_towers and ranks.strategy == "deepspeed":
+    if loaded.config.tuning.trains_encoders and ranks.strategy == "deepspeed":
         raise ConfigError(
-            f"{loaded.described('tuning.towers')}: ZeRO sums gradients in the order in which they "
-            "come, and a rank without an image in a batch has another; set TRAIN_STRATEGY=ddp, or "
-            "TUNING_TOWERS=frozen"
+            f"{loaded.described('tuning.encoders')}: ZeRO reduces gradients in the order in which "
+            "they are computed, and a rank without an image in a batch has another; "
+            "set TRAIN_STRATEGY=ddp, or TUNING_ENCODERS=frozen"
         )
     if loaded.config.tuning.has_float8_base and ranks.strategy == "deepspeed":
         raise ConfigError(

@@ -138,7 +138,7 @@ def lines(
     plan = planned.plan
     is_composite = plan.step.model.composite is not None
     shown = _labelled(
-        ("model", describe_towers(planned) if is_composite else None),
+        ("model", describe_encoders(planned) if is_composite else None),
         ("plan", _what(planned)),
         ("on", _where(plan)),
         *(("warning", warning) for warning in plan.warnings),
@@ -219,7 +219,7 @@ def _command(label: str, words: Iterable[str]) -> list[str]:
     return rows
 
 
-TOWERS = {
+ENCODERS = {
     "frozen": "frozen",
     "drop": "dropped",
     "lora": "with adapters",
@@ -227,13 +227,13 @@ TOWERS = {
 }
 
 
-def describe_towers(planned: PlannedRun) -> str:
-    """Return what is trained of a model with towers, and what becomes of those."""
+def describe_encoders(planned: PlannedRun) -> str:
+    """Return what is trained of a model with encoders, and what becomes of those."""
     model = planned.plan.step.model
-    towers = TOWERS[planned.config.tuning.towers]
-    size = f", {format_count(model.counts.towers)} weights" if model.counts.towers else ""
+    encoders = ENCODERS[planned.config.tuning.encoders]
+    size = f", {format_count(model.counts.encoders)} weights" if model.counts.encoders else ""
     return (
-        f"text of {model.composite or model.model_type}; towers {towers}{size}, kept in what leaves"
+        f"text of {model.composite or model.model_type}; encoders {encoders}{size}, kept in exports"
     )
 
 

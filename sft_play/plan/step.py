@@ -345,7 +345,7 @@ class StepSpec:
     @property
     def trained_weights(self) -> int:
         if self.is_full:
-            return self.model.parameters - self.model.counts.towers
+            return self.model.parameters - self.model.counts.encoders
         return self.adapter_weights
 
     @property

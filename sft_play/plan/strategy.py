@@ -150,10 +150,10 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
             f"tuning.backend={backend.name} does not run under FSDP; set TRAIN_STRATEGY=ddp, or "
             "TUNING_BACKEND=bnb"
         )
-    if config.tuning.towers == "full":
+    if config.tuning.encoders == "full":
         return (
-            "tuning.towers=full: FSDP does not shard encoders, and trains what it shards; set "
-            "TRAIN_STRATEGY=ddp, or TUNING_TOWERS=frozen"
+            "tuning.encoders=full: FSDP does not shard encoders, and trains what it shards; set "
+            "TRAIN_STRATEGY=ddp, or TUNING_ENCODERS=frozen"
         )
     if config.tuning.mode == "full":
         if is_float16 or config.train.fp16 is True:

@@ -84,7 +84,7 @@ class Structure:
     active_parameters: int  # without the experts that a token does not meet
     matrices: tuple[MatrixKind, ...]
     layers: tuple[LayerKind, ...]
-    towers: int = 0  # of the parameters: in towers, which are not trained
+    encoders: int = 0  # of the parameters: in encoders, which are not trained
 
     def with_more(self, weights: int) -> "Structure":
         """Return the counts with more weights outside of the matrices, or with fewer."""

@@ -76,7 +76,7 @@ def settings_of_adapter(named: str, output_dir: Path) -> Layer:
 
 
 def _of_stamp(folder: Path) -> Json:
-    config = Config.model_validate(stamp.read(folder)["config"])
+    config = Config.of_run(stamp.read(folder)["config"])
     return {path: attrgetter(path)(config) for path in (*SHAPE, *OF_RUN)}
 
 

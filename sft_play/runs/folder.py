@@ -99,7 +99,7 @@ class RunFolder:
         Raises: EnvironmentFault when this is no run folder, or one of another version.
         """
         try:
-            config = Config.model_validate(yaml.safe_load(self.read_input("config.yaml")))
+            config = Config.of_run(yaml.safe_load(self.read_input("config.yaml")))
         except (yaml.YAMLError, ValidationError) as error:
             raise EnvironmentFault(
                 f"{self.path / 'config.yaml'}: {first_fault(error)}; it was edited, or written "

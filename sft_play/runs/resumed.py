@@ -62,7 +62,7 @@ class Resumed:
     def then(self) -> Config:
         """The config of the run that wrote it. Raises CheckpointError for another version's."""
         try:
-            return Config.model_validate(self.saved["config"])
+            return Config.of_run(self.saved["config"])
         except ValidationError as error:
             raise CheckpointError(
                 f"{self.checkpoint}: its stamp has settings of another version "
@@ -135,7 +135,7 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
         return None
     problems: list[str] = []
     source = folder.path / "config.yaml"
-    layer = layers.from_file(source, problems)
+    layer = layers.of_run(source, problems)
     refuse(problems)
     for path in of_class(OnResume.OF_LAUNCH):
         layer.pop(path, None)

@@ -13,7 +13,7 @@ from sft_play.models.experts import BALANCE
 from sft_play.models.fast.attention.ulysses import ContextGroup
 from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
-from sft_play.models.images import trained_tower_weights
+from sft_play.models.images import trained_encoder_weights
 from sft_play.training.experts import RouterLoss
 
 # Keys of a micro-batch that are not inputs of the model; N labeled tokens
@@ -54,7 +54,7 @@ class StepLoss:
     router_loss: RouterLoss | None = None
 
     def __post_init__(self) -> None:
-        self.tower_weights = trained_tower_weights(self.model)
+        self.encoder_weights = trained_encoder_weights(self.model)
 
     def compute(self, wrapped: Any, inputs: Batch, labelled_tokens: float) -> Tensor:
         """Return the nats of a micro-batch's labeled tokens, divided by those of the step.
@@ -69,9 +69,9 @@ class StepLoss:
         if self.context is not None:
             inputs[CONTEXT] = self.context
         loss = take_nll(self.model, wrapped, inputs) / labelled_tokens
-        if self.tower_weights and not has_images:
+        if self.encoder_weights and not has_images:
             # every rank has a gradient of every weight, and it is zero
-            loss = loss + 0.0 * sum(weight.sum() for weight in self.tower_weights)
+            loss = loss + 0.0 * sum(weight.sum() for weight in self.encoder_weights)
         if self.router_loss is not None:
             loss = loss + self.router_loss.of_micro_batch(share).to(loss.device)
         return spread(loss)

@@ -35,7 +35,7 @@ from sft_play.config.schema import Config
 from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of
 from sft_play.models.experts import ranks_of_experts
-from sft_play.models.images import trained_tower_weights
+from sft_play.models.images import trained_encoder_weights
 from sft_play.models.optimizers import Muon, hidden_matrices
 from sft_play.models.sharding import is_divided, trains_divided
 from sft_play.plan.workload import schedule_warning
@@ -215,9 +215,9 @@ def create_optimizer(model: PreTrainedModel, args: TrainingArguments, config: Co
         keep_embedding_moments_exact(model)
     if config.tuning.lora.loraplus_lr_ratio is not None:
         raise_learning_rate_of_b(optimizer, model, config.tuning.lora.loraplus_lr_ratio)
-    if config.tuning.towers_learning_rate is not None:
-        factor = config.tuning.towers_learning_rate / args.learning_rate
-        set_group_rate(optimizer, set(map(id, trained_tower_weights(model))), factor)
+    if config.tuning.encoders_learning_rate is not None:
+        factor = config.tuning.encoders_learning_rate / args.learning_rate
+        set_group_rate(optimizer, set(map(id, trained_encoder_weights(model))), factor)
     return optimizer
 
 

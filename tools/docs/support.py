@@ -41,7 +41,7 @@ FEATURES: Mapping[str, Mapping[str, str]] = {
     "tokens added": {"model.add_tokens": '["<tool>"]'},
     "new tokens trained": {"tuning.lora.trainable_tokens": "['<|im_end|>']"},
     "NEFTune": {"train.neftune_noise_alpha": "5"},
-    "towers trained": {"tuning.towers": "lora"},
+    "encoders trained": {"tuning.encoders": "lora"},
     "float16": {"train.fp16": "true", "train.bf16": "false"},
     "best checkpoint at the end": {
         "train.load_best_model_at_end": "true",

@@ -276,13 +276,13 @@ class TuningSection(Section):
         description="float8: the frozen linear weights of a lora base in 8 bits (e4m3, one scale "
         "per row), multiplied in 8 bits; a GPU needs capability 8.9. auto keeps model.dtype.",
     )
-    towers: Literal["frozen", "lora", "full", "drop"] = Field(
+    encoders: Literal["frozen", "lora", "full", "drop"] = Field(
         "frozen",
         description="Encoders for images or sound: frozen are not trained, lora adds adapters to "
         "their linear layers, full trains them in mode full, drop frees their memory. Saved "
         "models contain them anyway.",
     )
-    towers_learning_rate: PositiveFloat | None = Field(
+    encoders_learning_rate: PositiveFloat | None = Field(
         None,
         description="Learning rate of trained image and sound encoders; null is "
         "train.learning_rate.",
@@ -295,9 +295,9 @@ class TuningSection(Section):
     lora: LoraSection = LoraSection()
 
     @property
-    def trains_towers(self) -> bool:
-        """Whether towers are trained, or adapters in them."""
-        return self.towers in ("lora", "full")
+    def trains_encoders(self) -> bool:
+        """Whether encoders are trained, or adapters in them."""
+        return self.encoders in ("lora", "full")
 
     @property
     def has_float8_base(self) -> bool:

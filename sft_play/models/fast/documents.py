@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from sft_play.data.collate import IMAGE_BLOCKS
-from sft_play.models.architecture import towers_of
+from sft_play.models.architecture import encoders_of
 from sft_play.models.fast.attention.ulysses import ContextGroup
 
 # The keywords by which transformers' models are told of documents
@@ -204,15 +204,15 @@ def watch_documents(model: nn.Module, decoder: nn.Module) -> PackedDocuments:
     if model is not decoder:
         model.register_forward_pre_hook(packed.enter_model, with_kwargs=True)
         model.register_forward_hook(packed.leave_model, always_call=True)
-    for tower in towers_of(model).values():
-        tower.register_forward_pre_hook(_without_documents, with_kwargs=True)
+    for encoder in encoders_of(model).values():
+        encoder.register_forward_pre_hook(_without_documents, with_kwargs=True)
     return packed
 
 
 def _without_documents(
     module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of a tower: the documents of a text are not its own sequences."""
+    """Forward pre-hook of an encoder: the documents of a text are not its own sequences."""
     return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 

@@ -216,7 +216,7 @@ def _logits_come_from_head(model: nn.Module, head: nn.Linear, formula: HeadFormu
 def _formula_of(model: nn.Module) -> HeadFormula | None:
     """Return how a model's logits follow from its head's scores, None if in no known way."""
     base, head = base_model_of(model), model.get_output_embeddings()
-    for module in base.modules():  # of Llama 4 with its tower, the language model has the head
+    for module in base.modules():  # of Llama 4 with its encoder, the language model has the head
         if any(child is head for child in module.children()):
             return head_formula_of(module, head)
     return None
