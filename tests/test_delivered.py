@@ -218,5 +218,5 @@ def test_models_that_are_not_rounded_are_refused():
         deliver(experts, config)
     packed = tiny_model("llama", replace(TINY, intermediate=64))
     packed.model.layers[1].mlp.up_proj.__class__ = Linear4bit
-    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj is in 4 bits"):
+    with pytest.raises(ConfigError, match=r"layers\.1\.mlp\.up_proj is quantized to 4 bits"):
         deliver(packed, config)

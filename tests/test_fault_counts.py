@@ -32,7 +32,7 @@ from sft_play.config.on_resume import MUST_MATCH
 from sft_play.config.schema import Config, env_name, kinds, settings
 from sft_play.data import cache
 from sft_play.runs import seal
-from sft_play.runs.resumed import QUANTISATION
+from sft_play.runs.resumed import QUANTIZATION
 
 AS_UNINTERRUPTED = (
     "the run continues, and ends with the same losses and weights as one that was not"
@@ -305,7 +305,7 @@ def test_must_match_or_it_is_refused(bench_of, plan_run, run_worker):
     assert run_worker(saved) == 0
     config = saved.read_config()
     # max_steps overrides the epochs; how qlora quantizes is nothing to lora
-    paths = sorted({*MUST_MATCH} - {"train.epochs"} - QUANTISATION)[:MOST]
+    paths = sorted({*MUST_MATCH} - {"train.epochs"} - QUANTIZATION)[:MOST]
     refused, wrong = 0, []
     for number, path in enumerate(paths):
         bench = bench_of(number)

@@ -183,7 +183,7 @@ def test_adapters_are_cast_to_16_bits_once_for_an_answer(adapter, taught_base, t
 @pytest.mark.parametrize(
     ("command", "variables", "kind", "said"),
     [
-        ("eval", {"COMPARE": "1"}, ConfigError, "what it was made from"),
+        ("eval", {"COMPARE": "1"}, ConfigError, "whose base is not known"),
         ("eval", {"DATA_TEST_PATH": ""}, ConfigError, "DATA_TEST_PATH=held.jsonl"),
         ("merge", {"DATA_TEST_PATH": ""}, EnvironmentFault, "make eval, infer and chat"),
     ],
@@ -249,7 +249,7 @@ def test_an_adapter_of_a_stretched_rope_is_refused_over_a_base_with_its_own(
     config["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     (adapter / "config.json").write_text(json.dumps(config))
     found = call("eval", adapter).exception
-    assert isinstance(found, CheckpointError) and "stretched rope" in str(found)
+    assert isinstance(found, CheckpointError) and "RoPE scaling" in str(found)
 
 
 def test_a_sealed_folder_that_was_changed_is_refused(call, run, tmp_path):

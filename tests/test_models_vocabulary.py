@@ -132,7 +132,7 @@ def test_padding_needs_a_row_too(base):
     tokenizer = AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = "<|fill|>"
     tokenizer.save_pretrained(base)
-    assert f"<|fill|> (id {new})" in refused(base)
+    assert f"<|fill|> has id {new};" in refused(base)
 
 
 def test_the_tensor_says_how_many_rows_there_are_rather_than_the_config(base):

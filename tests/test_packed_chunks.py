@@ -61,7 +61,7 @@ def test_chunks_of_the_row_are_refused_before_the_first_step(chunk, tokens, monk
     """As transformers cuts them: a model without the masks of `mask_chunks`."""
     model = llama4(chunk, PUBLISHED_FLOOR, monkeypatch)
     collator = PackCollator(0, tokens)
-    with pytest.raises(ConfigError, match=r"not kept apart.*TRAIN_PACKING=false"):
+    with pytest.raises(ConfigError, match=r"does not isolate.*TRAIN_PACKING=false"):
         check_cross_document(model, collator, TINY.vocabulary, CPU)
     ours = fused(model, with_rows(tokens))
     check_cross_document(ours, PackCollator(0, tokens, True), TINY.vocabulary, CPU)

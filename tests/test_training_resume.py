@@ -243,7 +243,7 @@ def test_other_settings_that_matter_are_refused_in_a_table(whole, tmp_path):
         ["tuning.lora.r", "16", "8", "environment", "TUNING_LORA_R"],
         ["train.seed", "42", "7", "--set", "train.seed"],
     ]
-    assert f"TRAIN_RESUME_FROM={whole.path} alone" in str(caught.value)
+    assert f"TRAIN_RESUME_FROM={whole.path} uses the settings of the run" in str(caught.value)
 
 
 def test_settings_that_train_the_same_may_change_and_are_named(whole, capsys):

@@ -307,7 +307,7 @@ OTHERS = (
         "every checkpoint has a flipped bit",
         resumed(damage_all),
         ExitClass.CHECKPOINT,
-        ("holds no complete checkpoint", "choose another run or start again"),
+        ("has no complete checkpoint", "choose another run or start again"),
         SEALED,
         5,
         None,
