@@ -2,6 +2,6 @@
 
 import logging
 
-# peft imports bitsandbytes, which then warns on every CPU of an inference kernel that is not used
-# here. This package is imported before peft.
+# peft imports bitsandbytes. On every CPU, bitsandbytes then warns about an inference kernel that is
+# not used here. This package is imported before peft.
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

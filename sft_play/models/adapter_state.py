@@ -1,9 +1,9 @@
-"""The tensors of an adapter: how a run keeps them, and how PEFT's files have them.
+"""Convert an adapter's tensors between the shapes of a run and those of PEFT's files.
 
-Whatever writes an adapter, reads one or compares with one does it here, in the names and shapes of
-PEFT's `adapter_model.safetensors`. A tensor that a run keeps in another shape is turned into that
-of the file by `as_published`, and back by `as_kept`: both take tensors by the names of the model's
-parameters, so the state of an optimizer can go through them as well.
+All code that writes, reads or compares an adapter uses this module. It uses the names and shapes of
+PEFT's `adapter_model.safetensors`. If a run stores a tensor in another shape, `as_published`
+converts it to the file's shape, and `as_kept` converts it back. Both functions take tensors by the
+names of the model's parameters, so they also accept the state of an optimizer.
 
 Every rank must call each of these functions.
 """
@@ -21,7 +21,7 @@ from torch import Tensor, distributed, nn
 from sft_play.errors import first_line
 from sft_play.models.experts import SharedParamWrapper
 
-ADAPTER = "default"  # PEFT's name of the one adapter
+ADAPTER = "default"  # PEFT's name of the only adapter
 
 
 SIZES = re.compile(
@@ -32,7 +32,7 @@ SIZES = re.compile(
 def why_not_fitting(error: BaseException) -> str:
     """Return the first tensor whose size differs between an adapter and the model, with both sizes.
 
-    `error` is torch's; its first line names no tensor.
+    `error` is raised by torch. Its first line names no tensor.
     """
     found = SIZES.search(str(error))
     if found is None:
@@ -46,10 +46,10 @@ def why_not_fitting(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """Where the matrix of a rank's experts lies in that of all experts (models.expert_parallel)."""
+    """The position of a rank's part in the matrix of all experts (models.expert_parallel)."""
 
-    shape: tuple[int, int, int]  # of the part with its experts apart: (E, r, in) or (out, r, E)
-    dim: int  # that of the experts
+    shape: tuple[int, int, int]  # of the part, experts separate: (E, r, in) or (out, r, E)
+    dim: int  # the dimension of the experts
     rank: int
     ranks: int
 
@@ -73,25 +73,27 @@ class ExpertPart:
 
 
 def part_of(parameter: Tensor) -> ExpertPart | None:
-    """Return which part of all experts a parameter is, None for one that every rank has whole."""
+    """Return which part of all experts a parameter is, None if every rank has all of it."""
     return getattr(parameter, "expert_part", None)
 
 
 def parts_of(model: nn.Module) -> dict[str, ExpertPart]:
-    """Return the parts of experts among a model's parameters, by name."""
+    """Return the expert parts among a model's parameters, by name."""
     parts = {name: part_of(parameter) for name, parameter in model.named_parameters()}
     return {name: part for name, part in parts.items() if part is not None}
 
 
 def as_published(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by the names of a model's parameters in the shapes of an adapter's file."""
+    """Convert tensors from the shapes of the model's parameters to those of an adapter's file.
+
+    The tensors are named by the model's parameters. Return them by the same names."""
     return _reshaped(model, tensors, ExpertPart.whole, SharedParamWrapper.for_every_expert)
 
 
 def as_kept(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors in the shapes of the model's parameters: the reverse of `as_published`.
 
-    Raises: ConfigError if the model shares an adapter among experts that have their own.
+    Raises: ConfigError if the model shares one adapter among experts that have different adapters.
     """
     return _reshaped(model, tensors, ExpertPart.cut, SharedParamWrapper.for_all_experts)
 
@@ -113,7 +115,7 @@ def _reshaped(
 
 
 def _shared_factors(model: PeftModel) -> Iterator[tuple[str, str, SharedParamWrapper]]:
-    """Yield the factors that experts share: a parameter's name, lora_A or lora_B, its module."""
+    """Yield the factors that experts share: parameter name, lora_A or lora_B, and module."""
     for name, module in model.named_modules():
         if isinstance(module, SharedParamWrapper):
             for factor in ("lora_A", "lora_B"):
@@ -121,16 +123,16 @@ def _shared_factors(model: PeftModel) -> Iterator[tuple[str, str, SharedParamWra
 
 
 def published_state(model: PeftModel) -> dict[str, Tensor]:
-    """Return the tensors of a model's adapter, in the names and shapes of its file."""
+    """Return the tensors of a model's adapter, with the names and shapes of its file."""
     tensors = as_published(model, model.state_dict())
     # by default PEFT would ask the hub whether the vocabulary was resized
     return get_peft_model_state_dict(model, tensors, ADAPTER, save_embedding_layers=False)
 
 
 def load_published(model: PeftModel, folder: str | Path, is_trainable: bool = False) -> NamedTuple:
-    """Give the adapter of a model the tensors in a folder.
+    """Load the adapter tensors in a folder into a model.
 
-    Return the names of those that are missing there, and of those that the model has no place for.
+    Return the names of the missing tensors and the names of tensors that the model does not have.
     """
 
     def reshape(module: PeftModel, tensors: dict[str, Tensor], *_: Any) -> None:

@@ -1,10 +1,10 @@
-"""The rows of model.add_tokens: a base is read as if its files had them.
+"""Add the rows of model.add_tokens: a base is read as if its files contained them.
 
-Every reader of a base gets a config.json with the larger vocabulary, and embedding and output head
-with the new rows, which are the mean of all others. So adapters, quantization, FSDP, ZeRO-3 and
-merging need to know nothing of it, and every rank reads the same numbers.
+All code that reads a base gets a config.json with the larger vocabulary. It also gets an embedding
+and an output head with the new rows, which are the mean of all others. So adapters, quantization,
+FSDP, ZeRO-3 and merging need no special code, and every rank reads the same numbers.
 
-Legend: V rows of the files, R rows with those of the added tokens, D features.
+Legend: V rows of the files, R rows including those of the added tokens, D features.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Growth(NamedTuple):
-    """The rows of a vocabulary, in a base's files and with the added tokens."""
+    """The number of rows of a vocabulary, in a base's files and with the added tokens."""
 
     before: int  # V
     after: int  # R
@@ -35,29 +35,29 @@ class Growth(NamedTuple):
 
 @dataclass(frozen=True)
 class GrownTensor:
-    """A tensor in a file whose first dimension gets more rows: read when it is indexed."""
+    """A tensor in a file whose first dimension gets more rows. It is read when it is indexed."""
 
     stored: Any
     rows: int
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return rows (R, ...) in the type of the file."""
+        """Return rows (R, ...) in the file's dtype."""
         weight = self.stored[...]  # (V, ...)
-        # in float64, so that the order of the sum does not change the rounded mean
+        # in float64, so that the summation order does not change the rounded mean
         mean = weight.mean(0, keepdim=True, dtype=torch.float64).to(weight.dtype)
         return torch.cat([weight, mean.expand(self.rows - len(weight), *mean.shape[1:])])[index]
 
     def get_shape(self) -> list[int]:
-        """Return the shape with the new rows."""
+        """Return the shape including the new rows."""
         return [self.rows, *self.stored.get_shape()[1:]]
 
     def get_dtype(self) -> str:
-        """Return the type as a file names it."""
+        """Return the dtype by its name in the file."""
         return self.stored.get_dtype()
 
 
 def growth_of(config: Config, stored: PretrainedConfig) -> Growth | None:
-    """Return how the vocabulary of a base grows, None if it has a row for each added token.
+    """Return how the vocabulary of a base grows, None if it already has a row for each added token.
 
     `stored` is the config of the base's files.
     """
@@ -69,7 +69,7 @@ def growth_of(config: Config, stored: PretrainedConfig) -> Growth | None:
 
 
 def grow_config(stored: PretrainedConfig, growth: Growth | None) -> PretrainedConfig:
-    """Return the config of a base's files with the rows of the grown vocabulary."""
+    """Return the config of a base's files with the number of rows of the grown vocabulary."""
     for part in (stored, stored.get_text_config()) if growth else ():
         if getattr(part, "vocab_size", None) == growth.before:
             part.vocab_size = growth.after
@@ -77,9 +77,9 @@ def grow_config(stored: PretrainedConfig, growth: Growth | None) -> PretrainedCo
 
 
 def grow_tensors(tensors: Mapping[str, Any], growth: Growth | None) -> Mapping[str, Any]:
-    """Return tensors of a base's files, of which embedding and head have the new rows.
+    """Return the tensors of a base's files, with the new rows in the embedding and the head.
 
-    Raises: ConfigError if an embedding is called otherwise.
+    Raises: ConfigError if the embedding has an unknown name.
     """
     grown = dict(tensors)
     modules = {name: name.split(".")[-2:][0] for name in tensors}

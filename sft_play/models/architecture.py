@@ -1,7 +1,7 @@
-"""The class that a checkpoint declares, and which part of that class reads text.
+"""Find the class that a checkpoint declares, and the part of that class that reads text.
 
-A composite model has a language model, which is trained, and encoders for images or sound,
-which are not. Both are found by structure. Imports no code of other rooms.
+A composite model has a language model, which is trained, and encoders for images or sound, which
+are not. Both are found by structure. This module imports no code of other packages.
 """
 
 import copy
@@ -26,20 +26,21 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models.linear_attention import bind_by_device
 
-ENCODERS = "encoder_names"  # attribute of a model: found once
+ENCODERS = "encoder_names"  # attribute of a model: found only once
 TOKENS = 8
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 
 
 def auto_class_of(config: PretrainedConfig) -> type:
-    """Return transformers' auto class that makes the class which a config declares.
+    """Return transformers' auto class that builds the class declared by a config.
 
-    If it declares none that transformers knows, a composite config is opened with its encoders.
+    If a config declares no class that transformers knows, a composite config is opened with its
+    encoders.
 
-    Raises: EnvironmentFault for a config whose models generate no text after a prompt.
+    Raises: EnvironmentFault for a config whose models do not generate text after a prompt.
     """
     own_code = getattr(config, "auto_map", None) or {}
-    made = {}  # the name of the class that each auto class makes
+    made = {}  # the name of the class that each auto class builds
     for auto_class in AUTO_CLASSES:
         if auto_class.__name__ in own_code:
             return auto_class
@@ -75,25 +76,26 @@ def empty_model(
 
 
 def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the same class and config on the meta device, whole also under ZeRO-3."""
+    """Return a model of the same class and config on the meta device, never sharded by ZeRO-3."""
     config = copy.deepcopy(model.config)
-    config._attn_implementation = "eager"  # takes any mask
+    config._attn_implementation = "eager"  # accepts any mask
     with patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None), torch.device("meta"):
         twin = type(model)(config)
-    bind_by_device(twin)  # a package's kernel on tensors without data writes anywhere on the GPU
+    bind_by_device(twin)  # packaged kernels write anywhere on the GPU if tensors have no data
     return twin
 
 
 def is_composite(config: PretrainedConfig) -> bool:
-    """Return whether the language model's config is a part of this one."""
+    """Return whether the language model's config is only a part of this one."""
     return config.get_text_config() is not config
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the stack of layers of a model without adapters, without its output head.
 
-    Of ModernBERT's decoder get_decoder finds the head, which is called `decoder` there; of Llama 4
-    with its encoder it finds the language model with its head.
+    get_decoder returns the wrong module for some models. For ModernBERT's decoder it returns the
+    head, which is called `decoder` there. For Llama 4 with its encoder it returns the language
+    model with its head.
     """
     found = model.get_decoder()
     if found is model.get_output_embeddings():
@@ -114,8 +116,8 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 def encoders_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the modules of a composite model that read no text, by name: encoders and projectors.
 
-    They are those next to the decoder, and those inside it that a text does not run, such as the
-    cross-attention of Mllama. A model of text has none.
+    They are the modules next to the decoder, and modules inside it that text-only rows do not run,
+    e.g. the cross-attention of Mllama. A text-only model has none.
 
     Raises: ConfigError for a model that cannot run on text only.
     """
@@ -150,11 +152,11 @@ def _encoder_names(twin: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _modules_of_a_text(twin: PreTrainedModel) -> set[nn.Module]:
-    """Return the modules of an empty model that a text runs; none if it cannot be told.
+    """Return the modules of an empty model that text-only rows run; none if this is unknown.
 
-    Experts are passed over: which of them a token is sent to follows from numbers.
+    Experts are skipped: the values of the tensors decide which expert gets a token.
 
-    Raises: TypeError, ValueError if the model asks for more than text.
+    Raises: TypeError, ValueError if the model requires inputs other than text.
     """
     ran: set[nn.Module] = set()
 
@@ -179,17 +181,17 @@ def _modules_of_a_text(twin: PreTrainedModel) -> set[nn.Module]:
     try:
         with torch.no_grad():
             twin.eval()(**inputs)
-    except RuntimeError:  # it branches on numbers, which an empty model has not
+    except RuntimeError:  # it branches on values, which an empty model does not have
         return set()
     return ran
 
 
 def drop_encoders(model: PreTrainedModel) -> None:
-    """Free the encoders of a model, which reads text alone from then on."""
+    """Free the encoders of a model, which reads only text from then on."""
     for name in encoders_of(model):
         holder, _, own = name.rpartition(".")
         holder = model.get_submodule(holder)
-        if not isinstance(holder, nn.ModuleList):  # such as a layer of Mllama, which is passed over
+        if not isinstance(holder, nn.ModuleList):  # e.g. a layer of Mllama, which is skipped
             setattr(holder, own, None)
 
 
@@ -217,9 +219,9 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 def _apart(
     module: nn.Module, name: str, kept: set[nn.Module], enters: bool = False
 ) -> dict[str, nn.Module]:
-    """Return the largest modules that hold none of `kept`; what is in those is left out too.
+    """Return the largest modules that contain none of `kept`, and skip the modules inside those.
 
-    With `enters` the modules inside `kept` are looked at.
+    With `enters`, also search the modules inside `kept`.
     """
     if module in kept and not enters:
         return {}

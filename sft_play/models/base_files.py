@@ -1,8 +1,9 @@
-"""What the files of a base are, read without its model, and what a saved model keeps of them.
+"""Read what a base's files contain without loading its model, and write a saved model's files.
 
-A saved model keeps config.json, processors, and tensors that nobody trained. transformers would
-write config.json again, without what is a default of its version, and only the tensors that its
-class loads: a head that drafts tokens (MTP) would be lost.
+A saved model includes the base's config.json, its processors and its untrained tensors.
+transformers would write a new config.json without the values that are defaults of its version. It
+would also save only the tensors that its class loads. A head that drafts tokens (MTP) would be
+lost.
 """
 
 import contextlib
@@ -55,14 +56,14 @@ PROCESSOR_FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 def stored_config(config: Config) -> PretrainedConfig | None:
     """Return the config of the base's files with the rows of model.add_tokens.
 
-    None if loading the weights will say why not.
+    Return None if the config cannot be read: loading the weights will then report why.
     """
     stored = _config_of_files(config)
     return stored and grow_config(stored, growth_of(config, stored))
 
 
 def growth_of_base(config: Config) -> Growth | None:
-    """Return how the vocabulary of the base grows by model.add_tokens, None if it does not."""
+    """Return how the vocabulary of the base grows with model.add_tokens, None if it does not."""
     stored = _config_of_files(config) if config.model.add_tokens else None
     return stored and growth_of(config, stored)
 
@@ -78,9 +79,9 @@ def _config_of_files(config: Config) -> PretrainedConfig | None:
 
 
 def stores_own_head(config: Config, stored: PretrainedConfig) -> bool:
-    """Return whether the files hold a head that differs from the embedding to which config ties it.
+    """Return whether the files store a head that differs from the embedding config ties it to.
 
-    transformers then ties neither, but if it divides the weights as it reads them.
+    transformers then ties neither, unless it shards the weights as it reads them.
     """
     model_class = auto_class_of(stored)._model_mapping.get(type(stored), None)
     tied = getattr(model_class, "_tied_weights_keys", None)
@@ -97,7 +98,7 @@ def stores_own_head(config: Config, stored: PretrainedConfig) -> bool:
 
 
 def _ending(name: str) -> str:
-    """Return the module and the kind of a tensor, which file and class call alike."""
+    """Return a tensor's module and kind, which have the same names in the file and the class."""
     return ".".join(name.split(".")[-2:])
 
 
@@ -107,15 +108,15 @@ def stored_format(config: Config, stored: PretrainedConfig | None) -> StoredAs |
         return None
     try:
         headers = list(read_headers(sorted(set(tensor_files(config).values()))))
-    except (SafetensorError, OSError, ValueError):  # loading the weights says why
+    except (SafetensorError, OSError, ValueError):  # loading the weights reports why
         headers = []
     return stored_as(stored.to_dict(), headers)
 
 
 def base_tensors(config: Config) -> Mapping[str, InFile | Stored | GrownTensor]:
-    """Return the tensors of a base's files by name, the quantized ones as the numbers they are.
+    """Return the tensors of a base's files by name, with quantized tensors dequantized.
 
-    Embedding and head have the rows of model.add_tokens.
+    Embedding and head include the rows of model.add_tokens.
     """
     tensors = tensors_in(tensor_files(config))
     found = stored_format(config, _config_of_files(config))
@@ -125,16 +126,16 @@ def base_tensors(config: Config) -> Mapping[str, InFile | Stored | GrownTensor]:
 
 
 def plain_dtype(in_file: InFile | Stored, tensor: Tensor) -> torch.dtype:
-    """Return the type in which a plain checkpoint stores a tensor that was read."""
+    """Return the dtype in which an unquantized checkpoint stores a tensor that was read."""
     return in_file.dtype if isinstance(in_file, Stored) else tensor.dtype
 
 
 def reading_stored(
     found: StoredAs, device: torch.device, keeps_experts: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which `from_pretrained` reads weights that are stored like that.
+    """Return the context in which `from_pretrained` reads weights stored in format `found`.
 
-    `keeps_experts` says that those of MXFP4 are packed again, without a loss.
+    With `keeps_experts`, MXFP4 experts are packed again without loss.
     """
     way = "as its experts stay" if keeps_experts else found.way
     logger.info("model: stored as %s, %s", found.name, way)
@@ -144,7 +145,7 @@ def reading_stored(
 
 
 def plain_reading(config: Config) -> dict[str, Any] | None:
-    """Return how a process without this project reads a base as plain, None if it need not."""
+    """Return how a process without SFT-Play reads a base as unquantized, None if not needed."""
     found = stored_format(config, _config_of_files(config))
     if found is None or found.way == "packed":
         return None
@@ -152,7 +153,7 @@ def plain_reading(config: Config) -> dict[str, Any] | None:
 
 
 def copy_processors(config: Config, target: Path) -> None:
-    """Copy the base's processor files, and its code if that is trusted, next to saved weights."""
+    """Copy the base's processor files, and its code if it is trusted, next to saved weights."""
     paths = [fetch_file(config.model, name) for name in PROCESSOR_FILES]
     stored = fetch_file(config.model, CONFIG_NAME)
     if config.model.trust_remote_code and stored is not None:
@@ -163,9 +164,9 @@ def copy_processors(config: Config, target: Path) -> None:
 
 
 def refuse_other_processors(config: Config, weights: Path) -> None:
-    """Raise CheckpointError if the base's processor is not what the weights were trained with.
+    """Raise CheckpointError if the base's processor is not the one the weights were trained with.
 
-    Images would be resized or cut otherwise.
+    Otherwise images would be resized or cropped differently.
     """
     for name in PROCESSOR_FILES:
         saved, own = weights / name, fetch_file(config.model, name)
@@ -181,7 +182,8 @@ def write_config(
 ) -> None:
     """Write the base's config.json next to 16- or 32-bit weights of `dtype` (None: several types).
 
-    `unties`: the output head is no longer the embedding. A stretched rope is the model's own.
+    `unties`: the output head is no longer tied to the embedding. A stretched rope is taken from the
+    model.
     """
     stored = fetch_file(config.model, CONFIG_NAME)
     if config.model.rope_scaling.rope_type or stored is None:
@@ -204,12 +206,12 @@ def write_config(
 
 
 def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> None:
-    """Write the base's own tensors into a saved model if nobody trained them, bit by bit.
+    """Write the base's original tensors into a saved model, bit by bit, if they were not trained.
 
-    They are those of frozen encoders, and those that the model's class does not load; of a
-    quantized base they are the numbers that it stores. All tensors get the names of the base's
-    files: transformers saves some models under others. Without safetensors files of the base here,
-    and if the model is in 4 bits, what transformers saved stays.
+    They are the tensors of frozen encoders and those that the model's class does not load. For a
+    quantized base they are its stored numbers. All tensors get the names of the base's files,
+    because transformers saves some models under other names. The files that transformers saved stay
+    unchanged if the base has no local safetensors files, or if the model is in 4 bits.
     """
     base = base_tensors(config)
     if not base or getattr(model, "hf_quantizer", None) is not None:
@@ -254,9 +256,10 @@ def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> N
 
 
 def is_turned(saved: InFile | Stored, base: InFile | Stored | None) -> bool:
-    """Return whether experts are stored with inputs and outputs exchanged, as in no base file.
+    """Return whether saved experts have inputs and outputs swapped relative to the base's files.
 
-    transformers turns those of Qwen3-VL-MoE when it loads them, and not when it saves them.
+    transformers transposes the experts of Qwen3-VL-MoE when it loads them, but not when it saves
+    them.
     """
     if base is None:
         return False
@@ -267,10 +270,10 @@ def is_turned(saved: InFile | Stored, base: InFile | Stored | None) -> bool:
 def names_in_base(
     saved: Mapping[str, str | None], base: Mapping[str, str | None]
 ) -> dict[str, str]:
-    """Return the base's name of each saved tensor that has another one there.
+    """Return the base's name of each saved tensor that has a different name in the base.
 
-    Both map names in files to the model's tensors. Of several pieces of one tensor, such as
-    experts, those whose names end alike belong together.
+    Both arguments map names in files to the model's tensors. If one tensor is stored in several
+    pieces, e.g. experts, pieces with equal name endings are matched.
     """
     by_tensor: dict[str, list[str]] = defaultdict(list)
     for name, own in base.items():
@@ -291,7 +294,7 @@ def _equal_ending(name: str, other: str) -> int:
 
 
 def loaded_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str | None]:
-    """Return the tensor of a model that each tensor of files becomes, None if it becomes none."""
+    """Return the model's tensor that each file tensor becomes, None if it becomes none."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

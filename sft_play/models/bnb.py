@@ -1,12 +1,12 @@
-"""bitsandbytes: 4-bit base weights, those of experts too, on GPUs and on CPUs.
+"""Quantize base weights to 4 bits with bitsandbytes, including experts, on GPUs and CPUs.
 
-transformers packs linear layers alone, and leaves the experts, most of the weights, in 16 bits
-without a word. Here they are packed too, one parameter at a time on its device, so that no more
-than one of them is ever there in 16 bits.
+transformers packs only linear layers. Without a warning, it leaves the experts, which are most of
+the weights, in 16 bits. Here experts are packed too, one parameter at a time on its device, so at
+most one of them is in 16 bits.
 
-A packed parameter is a `Params4bit` whose quant_state has the 3-D shape; `experts.packed_weight`
+A packed parameter is a `Params4bit` whose quant_state has the 3-D shape. `experts.packed_weight`
 finds it. Code that reads the parameter by its name gets it in 16 bits: torch's parametrization
-unpacks it, once in a forward pass. Fused kernels unpack it themselves.
+unpacks it once per forward pass. Fused kernels unpack it themselves.
 """
 
 import contextlib
@@ -49,12 +49,12 @@ from sft_play.models.sharding import has_rows_alone, run_within, store_as
 
 
 def storage_type(compute_dtype: torch.dtype, zero_stage: int, is_fsdp: bool = False) -> torch.dtype:
-    """Return the type in which the bytes of a 4-bit base are stored: uint8 if it is whole.
+    """Return the dtype that stores the bytes of a 4-bit base: uint8 if it is not sharded.
 
-    DeepSpeed divides only floating-point tensors, and so does the FSDP of torch before 2.13.
-    DeepSpeed casts those in another type than it computes in. FSDP copies several tensors in one
-    kernel, which turns 16-bit numbers into float32 and back: of bytes that are a NaN it makes
-    others, and float32 it leaves alone.
+    DeepSpeed shards only floating-point tensors, and so does FSDP in torch before 2.13. DeepSpeed
+    casts tensors whose dtype is not the compute dtype. FSDP copies several tensors in one kernel,
+    which converts 16-bit numbers to float32 and back. This changes bytes that form a NaN. float32
+    bytes are not changed.
     """
     if zero_stage == 3:
         return compute_dtype
@@ -64,7 +64,7 @@ def storage_type(compute_dtype: torch.dtype, zero_stage: int, is_fsdp: bool = Fa
 def quantization_config(
     config: Config, compute_dtype: torch.dtype, storage: torch.dtype = torch.uint8
 ) -> BitsAndBytesConfig:
-    """Return the 4-bit configuration of a qlora base, whose bytes are stored in `storage`."""
+    """Return the 4-bit config of a qlora base whose bytes are stored as `storage`."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type=config.tuning.bnb_4bit_quant_type,
@@ -75,7 +75,7 @@ def quantization_config(
 
 
 def plain_quantization(config: Config, compute_dtype: torch.dtype) -> dict[str, Any] | None:
-    """Return the same as plain values, for a process that loads a qlora base by itself."""
+    """Return the same config as plain values, for a process that loads a qlora base by itself."""
     if config.tuning.mode != "qlora":
         return None
     asked = quantization_config(config, compute_dtype)
@@ -92,12 +92,12 @@ def plain_quantization(config: Config, compute_dtype: torch.dtype) -> dict[str, 
 
 
 def kept_whole(model: PreTrainedModel) -> list[str]:
-    """Return the names of the modules that stay in 16 bits next to the head: routers, encoders."""
+    """Return the names of the modules that stay in 16 bits besides the head: routers, encoders."""
     return [*sorted(unquantized_linears(model)), *encoders_of(model)]
 
 
 def with_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> PretrainedConfig:
-    """Return the config of a base in 4 bits, which computes in `compute_dtype` now."""
+    """Return the config of a base stored in 4 bits, changed to compute in `compute_dtype`."""
     for part in (stored, stored.get_text_config()):
         if getattr(part, "quantization_config", None):
             part.quantization_config["bnb_4bit_compute_dtype"] = dtype_name(compute_dtype)
@@ -107,7 +107,7 @@ def with_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> 
 def finish_loading(model: nn.Module, storage: torch.dtype) -> None:
     """Make a packed model trainable on this device, and log what is packed.
 
-    The bytes of a checkpoint that was in 4 bits become those of `storage`, too.
+    If the checkpoint was in 4 bits, its bytes are also converted to `storage`.
 
     Raises: EnvironmentFault if this CPU unpacks a weight to other numbers than were packed.
     """
@@ -122,9 +122,9 @@ def finish_loading(model: nn.Module, storage: torch.dtype) -> None:
 def keep_differentiable(model: nn.Module) -> None:
     """Stop bitsandbytes from repacking 4-bit weights when the model is evaluated on a CPU.
 
-    On a CPU with AVX512-BF16 it repacks them for inference and never packs them back. Its product
-    with repacked weights has no gradient: training after an evaluation would continue with
-    gradients that are wrong by 100 %, and with scales rounded to bfloat16.
+    On a CPU with AVX512-BF16 it repacks them for inference and never packs them back. Its matrix
+    multiplication with repacked weights has no gradient. Training after an evaluation would
+    continue with gradients that are wrong by 100 %, and with scales rounded to bfloat16.
     """
     for module in model.modules():
         if isinstance(module, Linear4bit):
@@ -134,10 +134,10 @@ def keep_differentiable(model: nn.Module) -> None:
 def refuse_wrong_unpacking(model: nn.Module) -> None:
     """Raise EnvironmentFault if this CPU unpacks a weight to other numbers than were packed.
 
-    The kernel of bitsandbytes 0.50 for CPUs with AVX512 takes the scales of other blocks if the
-    rows of a weight are no whole blocks (of 64 weights).
+    On CPUs with AVX512, bitsandbytes 0.50 reads the scales of wrong blocks if rows do not consist
+    of full blocks (of 64 weights).
     """
-    if any(weight.is_cuda for weight in model.parameters()):  # others are on their way there
+    if any(weight.is_cuda for weight in model.parameters()):  # others are moved to the GPU later
         return
     looked_at = set()
     for name, weight in model.named_parameters():
@@ -158,7 +158,7 @@ def refuse_wrong_unpacking(model: nn.Module) -> None:
 
 
 def is_unpacked_rightly(weight: Params4bit) -> bool:
-    """Return whether a packed weight is unpacked to the numbers that its flat copy is."""
+    """Return whether a packed weight is unpacked to the same numbers as its flat copy."""
     flat: Tensor = weight.data.view(-1, 1)
     unpacked = dequantize_4bit(flat, weight.quant_state)
     state = copy.copy(weight.quant_state)
@@ -173,7 +173,7 @@ CACHE_HOOKS = "unpacking_cache_hooks"  # attribute of a module whose packed weig
 
 
 class ExpertQuantizer(Bnb4BitHfQuantizer):
-    """transformers' 4-bit quantizer, which packs 3-D experts too and leaves routers alone."""
+    """transformers' 4-bit quantizer, which also packs 3-D experts and does not pack routers."""
 
     keeps_mxfp4 = False
 
@@ -196,7 +196,7 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
             )
         self.whole = kept_whole(model)
         if self.pre_quantized:
-            self.whole = []  # its config.json says what is in 16 bits
+            self.whole = []  # its config.json lists what is in 16 bits
         super()._process_model_before_weight_loading(model, *args, **kwargs)
 
     def get_modules_to_not_convert(self, *args: Any, **kwargs: Any) -> list[str]:
@@ -209,12 +209,12 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
 
 
 class _PackWeights(Bnb4bitQuantize):
-    """Pack the weights of linear layers and of experts."""
+    """Packs the weights of linear layers and of experts."""
 
     def convert(
         self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Return the tensors by name, packed if they are weights of linears or experts."""
+        """Return the tensors by name, packed if they are weights of linear layers or experts."""
         packed: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             tensor = value[0] if isinstance(value, list) else value
@@ -233,14 +233,14 @@ class _PackWeights(Bnb4bitQuantize):
 
 
 class Mxfp4Keeper(ExpertQuantizer):
-    """One that leaves experts in MXFP4, if every number of theirs can be written so."""
+    """An ExpertQuantizer that keeps experts in MXFP4 if this represents every number exactly."""
 
     keeps_mxfp4 = True
 
 
 @contextlib.contextmanager
 def packing_experts(are_mxfp4: bool = False) -> Iterator[None]:
-    """Let `from_pretrained` pack experts in this context; those of MXFP4 as they are."""
+    """Let `from_pretrained` pack experts in this context; MXFP4 experts stay in MXFP4."""
     quantizer = Mxfp4Keeper if are_mxfp4 else ExpertQuantizer
     with patch.dict(AUTO_QUANTIZER_MAPPING, {BNB: quantizer}):
         yield
@@ -259,7 +259,7 @@ def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
 
 
 def unpack(packed: Params4bit) -> Tensor:
-    """Return a packed weight in the type that it had; of one without values, its shape."""
+    """Return a packed weight in its original dtype; if it has no values, return only its shape."""
     if has_rows_alone(packed):
         nothing = torch.empty((), dtype=packed.quant_state.dtype, device=packed.device)
         return nothing.expand(packed.quant_state.shape)
@@ -293,7 +293,7 @@ def unpack_on_access(model: nn.Module) -> None:
         parameter = module._parameters.get(weight.parameter_name)
         if isinstance(parameter, Params4bit):
             if not parametrize.is_parametrized(module):
-                # once in a forward pass, not at every access
+                # unpacked once per forward pass, not at every access
                 vars(module)[CACHE_HOOKS] = run_within(module, parametrize.cached)
             parametrize.register_parametrization(
                 module, weight.parameter_name, _Unpacked(), unsafe=True
@@ -309,7 +309,7 @@ class _Unpacked(nn.Module):
 
 
 class _WithAdapter(nn.Module):
-    """The parametrization that adds an adapter of experts: W + scaling x B A of each expert.
+    """The parametrization that adds an adapter of experts: W + scaling x B A for each expert.
 
     Experts may share one adapter.
     """
@@ -328,17 +328,18 @@ class _WithAdapter(nn.Module):
 
 
 def unpack_with_adapter(wrapper: ParamWrapper) -> None:
-    """Let PEFT's wrapper add its adapter to a packed parameter in its own forward pass.
+    """Let PEFT's wrapper add its adapter to a packed parameter in the wrapper's forward pass.
 
-    PEFT 0.21 does not find its parametrization behind another one, and would leave one more at
-    every pass. It also unpacks the weight several times although once is enough.
+    PEFT 0.21 does not find its parametrization if the parameter already has another one. It would
+    leave one more parametrization after every pass. It also unpacks the weight several times,
+    although once is enough.
     """
     experts = wrapper.get_base_layer()
     if packed_weight(experts, wrapper.parameter_name) is None:
         return
     wrapper._activate_lora = MethodType(_activate_lora, wrapper)
     for hook in vars(experts).pop(CACHE_HOOKS, ()):
-        hook.remove()  # the wrapper has a cache of its own, and hooks would keep it from fusing
+        hook.remove()  # the wrapper caches by itself, and hooks would prevent fusing
 
 
 @contextlib.contextmanager
@@ -356,7 +357,7 @@ def _activate_lora(self: ParamWrapper, active_adapters: list[str]) -> Iterator[N
 
 
 def _factors(wrapper: ParamWrapper, adapter: str) -> tuple[Tensor, Tensor]:
-    """Return the factors of an adapter's change of the weight, in the weight's layout.
+    """Return the factors of an adapter's weight change, in the weight's layout.
 
     (experts, out, r) and (experts, r, in), or (experts, in, r) and (experts, r, out).
     """

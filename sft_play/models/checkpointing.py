@@ -1,9 +1,10 @@
-"""Activation checkpointing of single layers: trades time for memory, one decoder layer at a time.
+"""Checkpoint the activations of single decoder layers, which saves memory and costs time.
 
-Why whole layers: with fused kernels a layer saves little besides the inputs of its matrix products.
-Saving their outputs and recomputing the rest (selective checkpointing by operation) would free a
-seventh of the bytes. Attention and MLP hold bytes in proportion to their time, so neither is the
-better half to recompute. An 8B model with adapters on an H200, 8192 tokens a step:
+Why whole layers: with fused kernels, a layer saves little besides the inputs of its matrix
+multiplications. Saving their outputs and recomputing the rest (selective checkpointing by
+operation) would free a seventh of the bytes. Attention and MLP save bytes in proportion to their
+time, so neither half is a better candidate for recomputation. An 8B model with adapters on an H200,
+8192 tokens per step:
 
     checkpointed layers of 32    0      8      16     31
     tokens/s                 18.4k  16.5k   14.9k  12.7k
@@ -12,18 +13,18 @@ better half to recompute. An 8B model with adapters on an H200, 8192 tokens a st
 Why the first layers: the backward pass reaches them last, when later layers have freed their
 activations.
 
-Inputs in host memory (`LayerOffloading`): a checkpointed layer saves its input alone. Over all
-layers of an 8B model and a row of 262,144 tokens these inputs are 64 GiB. Here each is copied to
-pinned host memory while the next layer computes, and fetched back while the layer after it goes
-backward. Both copies run on their own stream: a layer of so long a row computes for longer than its
-input takes over PCIe.
+Inputs in host memory (`LayerOffloading`): a checkpointed layer saves only its input. For an 8B
+model and a row of 262,144 tokens, the inputs of all layers are 64 GiB. Each input is copied to
+pinned host memory while the next layer computes. It is fetched back while the layer after it runs
+its backward pass. Both copies run on their own stream. With such long rows, a layer computes for
+longer than its input needs over PCIe.
 
-The GPU stores IN_FLIGHT inputs in the forward pass. The last ones are still there when the backward
-pass begins, and are not fetched. What is fetched are the same bits.
+The GPU stores IN_FLIGHT inputs in the forward pass. The last ones are still on the GPU when the
+backward pass starts, and are not fetched. Fetched inputs are bitwise identical.
 
-Lifetimes: an input is freed after the compute stream has been told to wait for its copy, so its
-memory is reused by work that comes after the copy. Pinned memory is kept for the next step: to pin
-it again would stop the GPU, and torch's own pool would double if the CPU is a step ahead.
+Lifetimes: an input is freed after the compute stream has been made to wait for its copy. So its
+memory is reused only by work that comes after the copy. Pinned memory is kept for the next step.
+Pinning it again would stop the GPU. torch's own pool would double if the CPU is a step ahead.
 """
 
 import functools
@@ -50,10 +51,10 @@ from sft_play.models.weight_offloading import CopyStream, pin
 
 logger = logging.getLogger(__name__)
 
-# A layer's class checkpoints its own forward method in newer versions, and its whole call in older
+# In newer versions a layer's class checkpoints only its forward method, in older ones its full call
 FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
-IN_FLIGHT = 2  # inputs that wait on the GPU for their copy to the host
-MIN_BYTES = 2**20  # of a tensor worth a copy: masks and such stay where they are
+IN_FLIGHT = 2  # inputs on the GPU that wait for their copy to the host
+MIN_BYTES = 2**20  # the smallest tensor worth a copy: e.g. masks stay on the GPU
 
 
 def checkpoint_layers(
@@ -61,11 +62,12 @@ def checkpoint_layers(
 ) -> None:
     """Checkpoint the first `count` decoder layers, and no others.
 
-    In training they save only their input, and recompute the rest in the backward pass, all but the
-    outputs of attention with `keeps_attention`. The inputs of the first `offloaded` of them are
-    saved in host memory. A model without such layers checkpoints in its own way, as a whole.
+    In training they save only their input, and recompute the rest in the backward pass. With
+    `keeps_attention`, the outputs of attention are saved as well. The inputs of the first
+    `offloaded` layers are saved in host memory. A model without checkpointable layers uses its own
+    checkpointing, for the full model.
 
-    Raises: ValueError if the model has no such way either.
+    Raises: ValueError if the model does not support checkpointing at all.
     """
     layers = decoder_layers(model)
     function = _checkpoint
@@ -78,8 +80,8 @@ def checkpoint_layers(
     if not layers:
         _checkpoint_whole_model(model, is_on=count > 0)
         return
-    # Not model.gradient_checkpointing_enable: for reentrant checkpointing it makes the output of
-    # the embeddings require a gradient, and the first layer would compute its input gradient.
+    # Not model.gradient_checkpointing_enable: for reentrant checkpointing it makes the embeddings'
+    # output require a gradient. The first layer would then compute its input gradient.
     offloading = functools.partial(LayerOffloading().checkpoint, function)
     is_placed = len(set(getattr(base_model_of(model), "hf_device_map", {}).values())) > 1
     for number, layer in enumerate(layers):
@@ -92,7 +94,7 @@ def checkpoint_layers(
 
 
 def _checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Checkpoint a layer; one that is recorded as a CUDA graph draws nothing at random."""
+    """Checkpoint a layer. A layer that is recorded as a CUDA graph uses no random numbers."""
     draws = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **options)
 
@@ -100,12 +102,12 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any
 def _checkpoint_on(
     device: torch.device, checkpoints: Callable[..., Any], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Checkpoint a layer with its arguments on its device, whose random state is then restored."""
+    """Checkpoint a layer, with its arguments on its device, whose random state is restored."""
     return checkpoints(function, *send_to_device(args, device))
 
 
 def _attention_operations() -> list[OpOverload]:
-    """Return the operations whose outputs are worth keeping over long rows."""
+    """Return the operations whose outputs are worth saving for long rows."""
     aten = torch.ops.aten
     return [
         aten._scaled_dot_product_cudnn_attention.default,
@@ -116,7 +118,7 @@ def _attention_operations() -> list[OpOverload]:
 
 
 def _layers_of_trained_encoders(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers of encoders that are trained: always recomputed, for their many patches."""
+    """Return the layers of trained encoders: always recomputed, because patches are many."""
     found = []
     for encoder in encoders_of(base_model_of(model)).values():
         if any(parameter.requires_grad for parameter in encoder.parameters()):
@@ -138,37 +140,37 @@ def _checkpoint_whole_model(model: PreTrainedModel, is_on: bool) -> None:
 
 
 class Offloaded:
-    """A saved tensor that is on the host, on its device, or on its way."""
+    """A saved tensor that is on the host, on its device, or being copied."""
 
     def __init__(self, tensor: Tensor, previous: "Offloaded | None"):
         self.on_device: Tensor | None = tensor
         self.on_host: Tensor | None = None
-        self.copied: torch.cuda.Event | None = None  # the end of the copy that was started last
+        self.copied: torch.cuda.Event | None = None  # the end of the latest copy
         self.device = tensor.device
         self._previous = weakref.ref(previous) if previous is not None else None
 
     @property
     def previous(self) -> "Offloaded | None":
-        """Return what was saved before it, None if that is no longer needed."""
+        """Return the tensor saved before this one, None if that is no longer needed."""
         return self._previous() if self._previous is not None else None
 
 
 class LayerOffloading:
-    """Checkpoints the layers of one model, whose inputs it keeps in host memory."""
+    """Checkpoints the layers of one model and stores their inputs in host memory."""
 
     def __init__(self, min_bytes: int = MIN_BYTES):
         self.min_bytes = min_bytes
         self._waiting: deque[Offloaded] = deque()
         self._last: weakref.ref[Offloaded] | None = None
         self._streams: dict[torch.device, CopyStream] = {}
-        # bytes in host memory that nothing is saved in, by the device whose stream fills them
+        # free buffers in host memory, by the device whose stream fills them
         self._free: dict[torch.device, list[Tensor]] = {}
 
     def checkpoint(
         self, checkpoints: Callable[..., Any], function: Callable[..., Any], *args: Any
     ) -> Any:
-        """Checkpoint a layer so that of its arguments the large ones are saved on the host."""
-        # checkpoint hides what the layer saves from these hooks: they see its arguments
+        """Checkpoint a layer so that its large arguments are saved on the host."""
+        # checkpoint hides what the layer saves from these hooks: they see only its arguments
         with saved_tensors_hooks(self._pack, self._unpack):
             return checkpoints(function, *args)
 
@@ -201,10 +203,10 @@ class LayerOffloading:
         return tensor
 
     def _host_memory(self, saved: Offloaded, tensor: Tensor) -> Tensor:
-        """Return memory for a tensor, the smallest free buffer that holds it or a new one.
+        """Return memory for a tensor: the smallest free buffer that is large enough, or a new one.
 
-        It is free again when `saved` is gone. All copies of a device are on one stream, so a later
-        copy into it waits for an earlier one out of it.
+        The memory is free again when `saved` is deleted. All copies of a device are on one stream,
+        so a later copy into it waits for an earlier copy out of it.
         """
         free = self._free.setdefault(tensor.device, [])
         enough = [buffer for buffer in free if len(buffer) >= tensor.nbytes]
@@ -213,7 +215,7 @@ class LayerOffloading:
             free[:] = [other for other in free if other is not buffer]
         else:
             if free:
-                free.pop()  # too small: its place is taken
+                free.pop()  # too small: the new buffer replaces it
             buffer = torch.empty(tensor.nbytes, dtype=torch.uint8)
             if tensor.is_cuda:
                 pin(buffer, "train.activation_offloading", "set a smaller MODEL_MAX_SEQ_LEN")

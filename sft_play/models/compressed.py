@@ -1,15 +1,15 @@
-"""Which linear layers servers run in 8 or 4 bits, and how their weights are rounded.
+"""Select the linear layers that servers run in 8 or 4 bits, and round their weights.
 
-The formats are those of compressed-tensors, whose own functions are the reference and write the
-files (`inference.export_compressed`). If a run trains for a format, its products are of weights
-that are rounded here (`models.delivered`).
+The formats are those of compressed-tensors. Its functions are the reference and write the files
+(`inference.export_compressed`). If a run trains for a format, its matrix multiplications use
+weights that are rounded here (`models.delivered`).
 
-A weight (O, I) is rounded in the type of the files, 16 bits, in groups of G inputs that share a
-scale (fp8: all I of an output):
+A weight (O, I) is rounded in the dtype of the files, 16 bits. Each group of G inputs shares a scale
+(fp8: all I inputs of an output):
 
-    fp8    e4m3(w / s) s,    s = max |w| / 448, and inputs alike, a token at a time
+    fp8    e4m3(w / s) s,    s = max |w| / 448, and inputs in the same way, per token
     int4   round(w / s) s,   s = max |w| / 7.5, in -8 to 7
-    nvfp4  e2m1(w / s) s,    s = e4m3(g max |w| / 6) / g,  g = 2688 / max |w| of the whole weight
+    nvfp4  e2m1(w / s) s,    s = e4m3(g max |w| / 6) / g,  g = 2688 / max |w| of the full weight
 
 Legend: O outputs, I inputs, G numbers that share a scale.
 """
@@ -34,34 +34,37 @@ from sft_play.errors import ConfigError
 from sft_play.models.architecture import decoder_layers
 from sft_play.plan.needs import FLOAT8_CAPABILITY
 
-# What a token is sent by, and what a recurrence forgets by: small, and nothing averages their error
+# Layers that route tokens or that control how a recurrence forgets. They are small, and nothing
+# averages out their error.
 GATES = ("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 GROUPS = (128, 64, 32)  # G of int4 that servers have kernels for
 
 
 class Kind(NamedTuple):
-    """One format of the files."""
+    """A format of the files."""
 
-    preset: str  # of compressed-tensors
+    preset: str  # name in compressed-tensors
     format: str
 
 
 KINDS = {
-    "fp8": Kind("FP8_DYNAMIC", "float-quantized"),  # inputs are quantized as they come
+    "fp8": Kind("FP8_DYNAMIC", "float-quantized"),  # inputs are quantized at run time
     "int4": Kind("W4A16", "pack-quantized"),
     "nvfp4": Kind("NVFP4A16", "nvfp4-pack-quantized"),
 }
 
 
 class Linears(NamedTuple):
-    """The linear layers of a model: those to quantize by their names, and the names of others."""
+    """The linear layers of a model: those to quantize, by name, and the names of the others."""
 
     chosen: dict[str, nn.Linear]
     others: list[str]
 
 
 def quantized_linears(model: PreTrainedModel) -> Linears:
-    """Return those of a model without adapters: of its decoder, without routers and gates."""
+    """Return the linear layers to quantize: those of the decoder, without routers and gates.
+
+    `model` has no adapters."""
     within = {module for layer in decoder_layers(model) for module in layer.modules()}
     chosen, others = {}, []
     for name, module in model.named_modules():
@@ -75,9 +78,9 @@ def quantized_linears(model: PreTrainedModel) -> Linears:
 
 
 def scheme_of(kind: str, inputs: Iterable[int], source: str) -> QuantizationScheme:
-    """Return the scheme of a format, of int4 with the largest group that divides all `inputs` I.
+    """Return the scheme of a format; int4 uses the largest group that divides all `inputs` I.
 
-    Raises: ConfigError if no group divides those of the model `source`.
+    Raises: ConfigError if no group size divides the inputs of the model `source`.
     """
     scheme = preset_name_to_scheme(KINDS[kind].preset, ["Linear"])
     wanted = GROUPS if kind == "int4" else (scheme.weights.group_size or 1,)
@@ -95,11 +98,11 @@ def scheme_of(kind: str, inputs: Iterable[int], source: str) -> QuantizationSche
 
 
 class Scales(NamedTuple):
-    """The numbers by which a weight is rounded."""
+    """The scales that round a weight."""
 
-    scale: Tensor  # (O, I / G) in the type of the weight, of nvfp4 float32
+    scale: Tensor  # (O, I / G) in the dtype of the weight, for nvfp4 float32
     zero: Tensor
-    whole: Tensor | None  # (1,) float32, of nvfp4
+    whole: Tensor | None  # (1,) float32, only for nvfp4
 
 
 def scales_of(weight: Tensor, scheme: QuantizationScheme) -> Scales:
@@ -114,18 +117,18 @@ def scales_of(weight: Tensor, scheme: QuantizationScheme) -> Scales:
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a format rounds weights, and inputs if it does."""
+    """How a format rounds weights, and inputs if it quantizes them."""
 
     kind: str
     scheme: QuantizationScheme
 
     @classmethod
     def of(cls, kind: str, linears: Iterable[nn.Linear], source: str) -> "Rounding":
-        """Return that of a model's linear layers. Raises: as `scheme_of`."""
+        """Return the rounding of a model's linear layers. Raises: as `scheme_of`."""
         return cls(kind, scheme_of(kind, (linear.in_features for linear in linears), source))
 
     def weight(self, weight: Tensor) -> Tensor:
-        """Return a weight (O, I) in 16 bits as it is read back from the files."""
+        """Return a weight (O, I) in 16 bits with the values that are read back from the files."""
         if has_kernel(weight):
             from sft_play.models import compressed_kernels  # Triton needs a GPU
 
@@ -136,7 +139,7 @@ class Rounding:
         return wide.to(weight.dtype)
 
     def inputs(self, x: Tensor) -> Tensor:
-        """Return the inputs x (..., I) of a product as servers have them."""
+        """Return x (..., I), inputs of a matrix multiplication, as servers round them."""
         arguments = self.scheme.input_activations
         if arguments is None:
             return x
@@ -151,7 +154,7 @@ class Rounding:
 
 
 def has_kernel(tensor: Tensor) -> bool:
-    """Return whether a kernel rounds a tensor: on GPUs that know e4m3."""
+    """Return whether a kernel can round a tensor: on GPUs that support e4m3."""
     if not tensor.is_cuda or tensor.element_size() != 2:
         return False
     return torch.cuda.get_device_capability(tensor.device) >= FLOAT8_CAPABILITY

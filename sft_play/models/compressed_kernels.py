@@ -1,9 +1,9 @@
-"""The Triton kernel of `compressed`: weights, or inputs, rounded as files and servers have them.
+"""The Triton kernel of `compressed`: round weights or inputs as files and servers do.
 
-Imported only on a GPU. The formulas are in `compressed`. A program rounds some groups, each a row
-of a tile: it reads them once.
+Imported only on a GPU. The formulas are in `compressed`. A program rounds several groups, one per
+row of a tile, and reads them once.
 
-Legend: M groups, G numbers of a group.
+Legend: M groups, G numbers per group.
 """
 
 import torch
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from sft_play.models.float8.kernels import on_device_of, program_number
 
-TILE = 4096  # numbers of a program, at least a group
-WARP_NUMBERS = 1024  # of a tile, for each warp
-_E4M3, _LARGEST = tl.constexpr(448.0), tl.constexpr(2688.0)  # of e4m3, and that times 6 of e2m1
-_ONE_APART = tl.constexpr(1.5 * 2**23)  # numbers of float32 are one apart there
+TILE = 4096  # numbers per program, at least one group
+WARP_NUMBERS = 1024  # numbers of a tile per warp
+_E4M3, _LARGEST = tl.constexpr(448.0), tl.constexpr(2688.0)  # e4m3, and 6 (e2m1) times that
+_ONE_APART = tl.constexpr(1.5 * 2**23)  # float32 numbers of this size are one apart
 
 
 @triton.jit
 def _nearest(x):
-    """x rounded to a whole number, of two as near the even one; |x| below 2^22."""
+    """Return x rounded to an integer, halves to even; |x| must be below 2^22."""
     return (x + _ONE_APART) - _ONE_APART
 
 
 @triton.jit
 def _as(x, like):
-    """x rounded to the type of another number, in float32."""
+    """Return x in float32, rounded to the dtype of `like`."""
     return x.to(like.dtype).to(tl.float32)
 
 
@@ -38,7 +38,7 @@ def _e4m3(x):
 
 @triton.jit
 def _e2m1(x):
-    """x rounded to 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign; of two as near, the even code."""
+    """Return x rounded to 0, 0.5, 1, 1.5, 2, 3, 4 or 6 with a sign; ties go to the even code."""
     size = tl.minimum(tl.abs(x), 6.0)
     step = tl.where(size < 2.0, 0.5, tl.where(size < 4.0, 1.0, 2.0))
     rounded = _nearest(size / step) * step
@@ -61,7 +61,7 @@ def _round(
     rows: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """Write `rows` groups of x (M, G), rounded. `largest_of_all` (1,) is read for nvfp4."""
+    """Write `rows` groups of x (M, G), rounded. `largest_of_all` (1,) is read only for nvfp4."""
     row = program_number() * rows + tl.arange(0, rows)[:, None]
     column = tl.arange(0, padded)[None, :]
     inside = (row < groups) & (column < group)
@@ -77,7 +77,7 @@ def _round(
         scale = _as(tl.div_rn(largest, 7.5), stored)
     else:
         scale = _as(tl.div_rn(largest, _E4M3), stored)
-    scale = tl.where(scale == 0, 1.0, scale)  # of zeros
+    scale = tl.where(scale == 0, 1.0, scale)  # for zeros
     code = tl.div_rn(wide, tl.broadcast_to(scale, wide.shape))
     if kind == "nvfp4":
         code = _e2m1(code)
@@ -89,7 +89,7 @@ def _round(
 
 
 def rounded(x: Tensor, kind: str, group: int) -> Tensor:
-    """Return x (..., I) in 16 bits with its numbers rounded in groups, which divide I."""
+    """Return x (..., I) in 16 bits, rounded in groups of `group` numbers, which must divide I."""
     x = x.contiguous()
     output = torch.empty_like(x)
     largest = x.abs().max() if kind == "nvfp4" else x

@@ -1,12 +1,13 @@
-"""Linears that compute with the weight that servers will run (`train.deliver_as`).
+"""Linear layers that compute with the weight that servers will run (`train.deliver_as`).
 
     forward    y = q(x) Q(W + s B A)^T + b
     backward   dx = dy Q(W + s B A), and gradients of W, A and B as without rounding:
                they pass Q and q straight through (Bengio et al., arXiv:1308.3432)
 
-Q rounds as the writer of the files does (`models.compressed`). So what is trained is what is
-written: rounding is part of the loss, and adapters make up for it. `models.fast` computes the same
-in training; here is its reference, which evaluations also use.
+Q rounds in the same way as the writer of the files (`models.compressed`). So training uses the
+weights that are written: rounding is part of the loss, and adapters compensate for it.
+`models.fast` computes the same in training. This module is its reference, which evaluations also
+use.
 
 Legend: N tokens, `in` and `out` features, r rank.
 """
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class DeliveredLinear(nn.Linear):
-    """A linear whose weight, frozen or trained, is rounded before each product."""
+    """A linear layer whose frozen or trained weight is rounded before each multiplication."""
 
     rounding: "Rounding"
     is_rounded = True  # see `as_trained`
@@ -51,7 +52,7 @@ class DeliveredLinear(nn.Linear):
 
 
 class DeliveredLoraLinear(PeftLinear):
-    """PEFT's LoRA linear over a rounded one: the adapter is rounded with the weight."""
+    """PEFT's LoRA linear over a rounded one: the adapter is rounded together with the weight."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return y (..., out) of x (..., in)."""
@@ -66,7 +67,7 @@ class DeliveredLoraLinear(PeftLinear):
 
 
 class _Product(torch.autograd.Function):
-    """y of one linear, with A and B or without."""
+    """Computes y of one linear layer, with or without A and B."""
 
     @staticmethod
     def of(x: Tensor, linear: DeliveredLinear, *adapter: Any) -> Tensor:
@@ -87,7 +88,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         """Return q(x) Q(W + s B A)^T (..., out); W (out, in) is the weight of `linear`."""
         ctx.save_for_backward(x)
-        # not saved: FSDP frees what a weight holds, and brings it back into the same tensor
+        # not saved: FSDP frees the weight's memory and later gathers it into the same tensor
         ctx.linear, ctx.adapter = linear, (a, b, scale)
         rounded = linear.rounded_weight(a, b, scale).to(x.dtype)
         return linear.rounding.inputs(x) @ rounded.t()
@@ -110,9 +111,10 @@ class _Product(torch.autograd.Function):
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return W + s B A (out, in) of W, A (r, in) and B (out, r).
+    """Return W + s B A (out, in) from W, A (r, in) and B (out, r).
 
-    On a GPU in the type of W: some weights are then a step of it away from a merge in float32.
+    On a GPU it is computed in the dtype of W. Some weights then differ from a float32 merge by one
+    rounding step of that dtype.
     """
     dtype = weight.dtype if weight.is_cuda else torch.float32
     with torch.autocast(weight.device.type, enabled=False):
@@ -120,7 +122,7 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def deliver(model: PreTrainedModel, config: Config) -> None:
-    """Round the linears of a model without adapters if train.deliver_as asks for it.
+    """Round the linear layers of a model without adapters if train.deliver_as is set.
 
     Raises: ConfigError for a model that is not quantized here.
     """
@@ -147,21 +149,21 @@ def deliver(model: PreTrainedModel, config: Config) -> None:
 
 
 def deliver_adapters(model: nn.Module) -> None:
-    """Make PEFT's linears over rounded ones round the adapter, too."""
+    """Make PEFT's linear layers over rounded ones round the adapter, too."""
     for module in model.modules():
         if type(module) is PeftLinear and isinstance(module.base_layer, DeliveredLinear):
             module.__class__ = DeliveredLoraLinear
 
 
 def rounds_inputs(model: nn.Module) -> bool:
-    """Return whether linears of a model round what they read."""
+    """Return whether linear layers of a model round their inputs."""
     delivered = (part.rounding for part in model.modules() if isinstance(part, DeliveredLinear))
     return any(rounding.scheme.input_activations is not None for rounding in delivered)
 
 
 @contextlib.contextmanager
 def as_trained(model: nn.Module) -> Iterator[None]:
-    """Compute without rounding in this context: with the weights that are saved."""
+    """Compute without rounding in this context, with the weights that are saved."""
     linears = [module for module in model.modules() if isinstance(module, DeliveredLinear)]
     for linear in linears:
         linear.is_rounded = False

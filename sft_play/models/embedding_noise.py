@@ -1,9 +1,10 @@
-"""NEFTune: uniform noise on the embeddings in training (Jain et al., arXiv 2310.05914).
+"""NEFTune: add uniform noise to the embeddings in training (Jain et al., arXiv 2310.05914).
 
     noise ~ Uniform(-1, 1) * alpha / sqrt(L * H)
 
-L is the number of tokens of the row itself. transformers takes the width of the batch, so that the
-noise of a row would depend on the rows next to it: packed, it would be several times smaller.
+L is the number of tokens of the row itself. transformers uses the width of the batch, so a row's
+noise would depend on the other rows of the batch. For packed rows it would be several times
+smaller.
 
 Legend: B sequences, T tokens, H hidden features.
 """
@@ -22,15 +23,15 @@ class EmbeddingNoise:
 
     def __init__(self, alpha: float):
         self.alpha = alpha
-        self._lengths: Tensor | None = None  # (B, T): tokens of the row that a token is of
+        self._lengths: Tensor | None = None  # (B, T): the number of tokens in each token's row
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Add noise in forward passes of `model`, which has its adapters already."""
+        """Add noise in the forward passes of `model`, which already has its adapters."""
         model.register_forward_pre_hook(self.note_lengths, with_kwargs=True)
         base_model_of(model).get_input_embeddings().register_forward_hook(self.add_noise)
 
     def note_lengths(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep the lengths of the rows of this batch."""
+        """Store the row lengths of this batch."""
         self._lengths = row_lengths(**kwargs) if model.training else None
 
     def add_noise(self, module: nn.Module, args: tuple[Any, ...], embedded: Tensor) -> Tensor:
@@ -48,10 +49,10 @@ def row_lengths(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Return for each token (B, T) the tokens of its row, without padding; float32.
+    """Return for each token (B, T) the number of tokens in its row, without padding; float32.
 
-    The documents of a packed sequence begin where position_ids are 0. No value is read from the
-    device, which would wait for it.
+    The documents of a packed sequence start where position_ids are 0. No value is read from the
+    device, because that would wait for it.
     """
     if position_ids is not None:
         document = position_ids.eq(0).flatten().cumsum(0)  # (B * T,), from 1
