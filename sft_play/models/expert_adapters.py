@@ -1,9 +1,9 @@
-"""Adapters of mixture-of-experts models, in PEFT's own layout.
+"""Add adapters to mixture-of-experts models, in PEFT's layout.
 
-PEFT's "all-linear" is not used for them: for some model types it leaves the experts out, for others
-it doubles the rank of gate_up_proj and adapts the router, and it takes the names of shared experts
-for those of the experts. What is adapted is decided here, by shape, also if PEFT cannot adapt a
-linear layer. PEFT wraps it, and loads it again by the targets of adapter_config.json.
+PEFT's "all-linear" is not used for them. For some model types it skips the experts. For others it
+doubles the rank of gate_up_proj and adapts the router. It also confuses the names of shared experts
+with those of the experts. This module selects what is adapted, by shape, even if PEFT cannot adapt
+a linear layer. PEFT wraps it, and loads it again by the targets of adapter_config.json.
 """
 
 import logging
@@ -52,14 +52,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AdapterTargets:
-    """What gets adapters in a model."""
+    """The modules and parameters of a model that get adapters."""
 
     linears: tuple[str, ...]  # full names of linear layers
     experts: tuple[ExpertWeight, ...]
 
 
 def names_targets(model: PreTrainedModel) -> bool:
-    """Return whether PEFT would find others: next to experts, encoders, what it cannot adapt."""
+    """Return whether PEFT would select wrong targets by itself.
+
+    This is the case for models with experts, encoders or modules that PEFT cannot adapt."""
     return bool(
         expert_weights(model)
         or routing_linears(model)
@@ -72,11 +74,11 @@ def names_targets(model: PreTrainedModel) -> bool:
 def choose_targets(
     model: PreTrainedModel, lora: LoraSection, in_encoders: bool = False
 ) -> AdapterTargets:
-    """Return what `tuning.lora` adapts: all-linear leaves out the output head and the routers.
+    """Return what `tuning.lora` adapts: all-linear excludes the output head and the routers.
 
-    With `in_encoders` the linear layers of encoders, too, by the same names.
+    With `in_encoders`, linear layers of encoders with the same names are included.
 
-    Raises: ConfigError for a name that the model lacks, or for experts that it has none of.
+    Raises: ConfigError for a name that the model lacks, or if the experts it requests do not exist.
     """
     linears = _chosen_linears(model, lora)
     experts = _chosen_experts(model, lora)
@@ -111,7 +113,8 @@ def adapter_config(
     renamed = _renamed_by_peft(model, targets.linears)
     modules = [name for name in targets.linears if name not in renamed]
     parameters = [weight.name for weight in targets.experts]
-    # a linear layer whose name PEFT would take for that of experts is named by its weight
+    # if PEFT would confuse a linear layer's name with that of experts, the layer is named by its
+    # weight
     parameters += [f"{name}.weight" for name in targets.linears if name in renamed]
     every_parameter = [weight.name for weight in expert_weights(model)]
     every_module = [name for name, _ in model.named_modules()]
@@ -128,13 +131,13 @@ def adapter_config(
 def add_adapters(
     model: PreTrainedModel, config: LoraConfig, shares_experts: bool = False
 ) -> PeftModel:
-    """Return the model with the adapters that `config` names, as `adapter_config` names them.
+    """Return the model with the adapters of `config`, whose targets `adapter_config` has set.
 
-    With `shares_experts` the experts of a layer have one adapter for each of their parameters.
+    With `shares_experts`, the experts of a layer have one adapter per parameter.
 
     PEFT wraps what it can find by `target_modules`. The rest is wrapped here by PEFT's method for
-    one module: its own search would pass over parameters in 4 bits, and compute a linear layer
-    that is named by its weight through a full copy of that weight.
+    one module. PEFT's search would skip parameters in 4 bits. It would also compute a linear layer
+    that is named by its weight with a full copy of that weight.
     """
     wanted = config.target_parameters
     if not wanted:
@@ -173,7 +176,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def _refuse_endless(pattern: str, base: PreTrainedModel) -> None:
-    """Raise DataError for a pattern of layers that backtracks without end on a model's names."""
+    """Raise DataError for a layer pattern that backtracks endlessly on a model's names."""
     what = f"target_modules={pattern[:100]} of adapter_config.json"
     remedy = "write the names of the layers there, as a list"
     refuse_endless(
@@ -182,14 +185,14 @@ def _refuse_endless(pattern: str, base: PreTrainedModel) -> None:
 
 
 def load_weights(adapted: PeftModel, folder: str) -> None:
-    """Give adapters that were just added the weights of a saved adapter.
+    """Load the weights of a saved adapter into adapters that were just added.
 
-    Raises: ConfigError if it has other tensors.
+    Raises: ConfigError if the saved adapter has other tensors.
     """
     problem = None
     try:
         found = load_published(adapted, folder, is_trainable=True)
-    except RuntimeError as error:  # sizes
+    except RuntimeError as error:  # different sizes
         problem = why_not_fitting(error)
     else:
         if found.missing_keys or found.unexpected_keys:
@@ -223,10 +226,11 @@ def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:
 
 
 def _without_effect(model: PreTrainedModel) -> set[str]:
-    """Return the linear layers whose adapters would do nothing.
+    """Return the linear layers whose adapters would have no effect.
 
-    PEFT refuses those that it knows. Of others a module multiplies by `self.<name>.weight`, or it
-    computes without a gradient, as what chooses the tokens of sparse attention does.
+    PEFT refuses those that it knows. For the others, a module multiplies by `self.<name>.weight`,
+    or computes without a gradient. For example, the modules that choose the tokens of sparse
+    attention run without a gradient.
     """
     refused: set[str] = set()
     unmoved = _without_gradient(model)
@@ -243,9 +247,10 @@ def _without_effect(model: PreTrainedModel) -> set[str]:
 
 
 def _unread_by_peft(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return the names of modules whose adapters PEFT would not find a module for.
+    """Return the names of modules whose saved adapters PEFT could not assign to a module.
 
-    When it loads them it renames them as transformers renames a checkpoint of the model type.
+    When PEFT loads adapters, it renames them as transformers renames a checkpoint of the model
+    type.
     """
     saved = {f"base_model.model.{name}.lora_A.weight": name for name in names}
     tensors = dict.fromkeys(saved, torch.empty(0))
@@ -258,7 +263,7 @@ def _last_words(names: Iterable[str]) -> str:
 
 
 def _without_gradient(model: nn.Module) -> tuple[str, ...]:
-    """Return what the names of modules begin with that are inside a forward under no_grad."""
+    """Return the name prefixes of the modules inside a forward method under no_grad."""
     return tuple(
         f"{name}."
         for name, module in model.named_modules()
@@ -311,7 +316,7 @@ def _refuse_unknown(model: nn.Module, lora: LoraSection, chosen: list[str]) -> N
 
 
 def _refuse_unsupported(lora: LoraSection) -> None:
-    """Raise ConfigError for what PEFT cannot do on experts' parameters."""
+    """Raise ConfigError for settings that PEFT does not support for experts' parameters."""
     leave_out = "or leave the experts out with TUNING_LORA_EXPERTS=none"
     if lora.dropout:
         raise ConfigError(
@@ -331,9 +336,10 @@ def _refuse_unsupported(lora: LoraSection) -> None:
 
 
 def _renamed_by_peft(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return the names that PEFT would take for experts, as in checkpoints of transformers 4.
+    """Return the names that PEFT would confuse with experts, as in checkpoints of transformers 4.
 
-    PEFT is asked, because which names it converts depends on the model type and on its version.
+    The check calls PEFT, because the names that it converts depend on the model type and its
+    version.
     """
     conversions = get_model_conversion_mapping(model)
     by_word: dict[str, list[str]] = {}
@@ -345,7 +351,7 @@ def _renamed_by_peft(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
         try:
             convert_peft_config_for_transformers(config, model, conversions)
             is_kept = word in config.target_modules
-        except ValueError:  # PEFT asks for the other half of a fused parameter
+        except ValueError:  # PEFT requires the other half of a fused parameter
             is_kept = False
         if not is_kept:
             renamed.update(of_word)
@@ -353,16 +359,16 @@ def _renamed_by_peft(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
 
 
 def _without_layers(names: list[str], every_name: list[str]) -> list[str]:
-    """Return the names without their layers, if that names the same parameters; sorted."""
+    """Return the names without their layers if these match the same parameters; sorted."""
     short = sorted({re.sub(r"^.*?\.\d+\.", "", name) for name in names})
     return short if _names_exactly(short, names, every_name) else sorted(names)
 
 
 def _targets(names: list[str], every_name: list[str], has_encoders: bool) -> list[str] | str:
-    """Return what PEFT finds the modules `names` by: last words, or next to encoders an expression.
+    """Return targets by which PEFT finds `names`: last words, or an expression with encoders.
 
-    It ends in one group, of last words if these suffice: vLLM reads them from there. PEFT would
-    shorten a list of full names to endings that also name modules of an encoder.
+    The expression ends in one group, of last words if these suffice: vLLM reads them from there.
+    PEFT would shorten a list of full names to endings that also match modules of an encoder.
     """
     words = sorted({name.rpartition(".")[2] for name in names})
     if not names or not has_encoders:
@@ -377,12 +383,12 @@ def _targets(names: list[str], every_name: list[str], has_encoders: bool) -> lis
 
 
 def _names_exactly(targets: list[str], names: list[str], every_name: list[str]) -> bool:
-    """Return whether PEFT finds exactly `names` by the targets."""
+    """Return whether the targets make PEFT find exactly `names`."""
     return {name for name in every_name if is_named(name, targets)} == set(names)
 
 
 def _wrap(model: PeftModel, name: str, parameter_name: str | None = None) -> None:
-    """Let PEFT wrap one module, or one parameter of a module that may be wrapped already."""
+    """Let PEFT wrap one module, or one parameter of a module that may already be wrapped."""
     tuner = model.base_model
     parent_name, _, child_name = name.rpartition(".")
     parent = tuner.model.get_submodule(parent_name)

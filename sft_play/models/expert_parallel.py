@@ -1,24 +1,24 @@
-"""Experts that are divided among the ranks of a run (train.strategy=ep).
+"""Shard experts across the ranks of a run (train.strategy=ep).
 
-Each rank holds an equal part of the experts of every layer, with their adapters. All else is as
-under DDP. Around the experts of a layer tokens meet:
+Each rank stores an equal share of every layer's experts, with their adapters. Everything else is as
+under DDP. Tokens are exchanged before and after the experts of a layer:
 
-    1. all ranks gather the hidden states and choices of all tokens,
-    2. each computes its own experts for all tokens; other choices have weight 0,
-    3. the outputs are summed over ranks, and each rank keeps those of its own tokens.
+1. all ranks gather the hidden states and choices of all tokens,
+2. each rank computes its local experts for all tokens; other choices have weight 0,
+3. the outputs are summed over ranks, and each rank keeps those of its local tokens.
 
-Of W ranks with N tokens of H features each, each of the two ways moves (W - 1) N H numbers a rank.
-To send each of k choices to its expert's rank moves no fewer if k >= W. It would also tell the
-host how many there are, and wait for the rank with the most. Sums are in the type of the hidden
-states.
+With W ranks and N tokens of H features per rank, each of the two exchanges moves (W - 1) N H
+numbers per rank. Sending each of k choices to its expert's rank would not move fewer if k >= W. It
+would also have to send the counts to the host, and wait for the rank with the most tokens. Sums are
+in the dtype of the hidden states.
 
-The gradient of a gathered tensor is the sum over ranks, and the other way round. So an adapter of
-experts has the gradients of all ranks' tokens. A rank's loss is multiplied by W for the mean of
-DDP, and those gradients are divided by W.
+The gradient of a gathered tensor is the sum over ranks, and vice versa. So an adapter of experts
+has the gradients of all ranks' tokens. A rank's loss is multiplied by W for the mean of DDP, and
+those gradients are divided by W.
 
-transformers reads the weights of a rank's experts alone. 4-bit weights are packed as one process
-packs them, and cut afterwards. PEFT adds adapters for all experts, so that a seed begins with the
-same ones under every strategy, and they are cut too.
+transformers reads only the weights of a rank's experts. 4-bit weights are packed as in one process,
+and sharded afterwards. PEFT adds adapters for all experts, so a seed gives the same initial
+adapters under every strategy. These adapters are then sharded too.
 
 Legend: E experts, W ranks, N tokens, M tokens of the rank with the most, k choices, r rank.
 """
@@ -54,30 +54,30 @@ from sft_play.models.experts import (
 from sft_play.plan.strategy import refuse_remainder
 from sft_play.process import Process
 
-NO_EXPERT = -1  # the choice of a row that fills up a rank's tokens
+NO_EXPERT = -1  # the choice of a row that pads a rank's tokens
 
 
 @dataclass
 class ExpertRanks:
-    """The ranks that share the experts of a model, and the tokens of their forward pass."""
+    """The ranks that share the experts of a model, and the token counts of their forward pass."""
 
     process: Process
-    experts: int  # of a layer, on all ranks
+    experts: int  # of a layer, over all ranks
     own_tokens: int = 0
     most_tokens: int = 0
 
     @property
     def own(self) -> int:
-        """The experts of a layer that each rank holds."""
+        """Return the number of a layer's experts that each rank stores."""
         return self.experts // self.process.world_size
 
     @property
     def first(self) -> int:
-        """The number of the first expert of this rank."""
+        """Return the index of this rank's first expert."""
         return self.own * self.process.rank
 
     def meet(self, tokens: int, is_first: bool) -> int:
-        """Return the tokens of the rank with the most: asked for once in a pass, on the CPU."""
+        """Return the token count of the rank with the most: requested once per pass, on the CPU."""
         if is_first or tokens != self.own_tokens:
             self.own_tokens = tokens
             self.most_tokens = self.process.max(tokens)
@@ -86,9 +86,9 @@ class ExpertRanks:
 
 @contextlib.contextmanager
 def dividing_while_loading(process: Process) -> Iterator[None]:
-    """Let from_pretrained read the weights of this rank's experts alone.
+    """Let from_pretrained read only the weights of this rank's experts.
 
-    Raises: ConfigError if the model has no experts to divide, or a number that W does not.
+    Raises: ConfigError if the model has no experts to shard, or if W does not divide their number.
     """
     read_weights = PreTrainedModel._load_pretrained_model
 
@@ -106,9 +106,9 @@ def dividing_while_loading(process: Process) -> Iterator[None]:
 
 
 def divisible_experts(model: PreTrainedModel, process: Process) -> list[nn.Module]:
-    """Return the modules of experts of a model: the outermost wrappers if PEFT has wrapped them.
+    """Return the expert modules of a model: the outermost wrappers if PEFT has wrapped them.
 
-    Raises: ConfigError if they cannot be divided.
+    Raises: ConfigError if the experts cannot be sharded.
     """
     modules = find_experts(model)
     names = {weight.module_name for weight in expert_weights(model)}
@@ -123,7 +123,7 @@ def divisible_experts(model: PreTrainedModel, process: Process) -> list[nn.Modul
 
 
 def keep_own_experts(model: PreTrainedModel | PeftModel, process: Process) -> None:
-    """Leave this rank's experts with their adapters, and let tokens meet around them."""
+    """Keep only this rank's experts and their adapters, and add hooks that exchange tokens."""
     outermost = divisible_experts(model, process)
     sizes = {unwrap(module)[1].num_experts for module in outermost}
     assert len(sizes) == 1, "experts of one number in all layers"
@@ -134,7 +134,7 @@ def keep_own_experts(model: PreTrainedModel | PeftModel, process: Process) -> No
         for wrapper in wrappers:
             _keep_own_adapter(wrapper, ranks)
         module.expert_ranks = ranks
-        module._asks_for_tokens = number == 0  # no other kind of module for that
+        module._asks_for_tokens = number == 0  # only the first expert module of the model does that
         module.register_forward_pre_hook(_gather_tokens, with_kwargs=True)
         module.register_forward_hook(_sum_outputs, always_call=True)
 
@@ -155,7 +155,7 @@ def _keep_own_weights(experts: nn.Module, ranks: ExpertRanks) -> None:
             )
         if isinstance(weight, DTensor):
             own = weight.to_local()
-        else:  # read whole, next to packed ones
+        else:  # read in full, because other weights are packed
             own = weight[ranks.first : ranks.first + ranks.own].clone()
         experts._parameters[name] = nn.Parameter(own, requires_grad=False)
     for name in getattr(experts, "parametrizations", ()):
@@ -166,7 +166,7 @@ def _keep_own_weights(experts: nn.Module, ranks: ExpertRanks) -> None:
 
 
 def _keep_own_blocks(packed: Params4bit, ranks: ExpertRanks, name: str) -> None:
-    """Cut a packed weight: the same bytes and scales as in one process."""
+    """Cut a packed weight to this rank's experts: bytes and scales are those of one process."""
     state = copy.copy(packed.quant_state)
     experts, *features = state.shape
     if math.prod(features) % state.blocksize:
@@ -175,7 +175,7 @@ def _keep_own_blocks(packed: Params4bit, ranks: ExpertRanks, name: str) -> None:
             f"of {state.blocksize} weights in 4 bits; set TUNING_MODE=lora, or TRAIN_STRATEGY=fsdp"
         )
     scales = state.absmax
-    if state.nested:  # its blocks of 256 scales may be of two ranks
+    if state.nested:  # a block of 256 scales may contain scales of two ranks
         scales = bnb_functional.dequantize_blockwise(scales, state.state2).float() + state.offset
         state.nested, state.state2, state.offset = False, None, None
     state.absmax = scales.view(experts, -1)[ranks.first :][: ranks.own].flatten().clone()
@@ -187,7 +187,7 @@ def _keep_own_blocks(packed: Params4bit, ranks: ExpertRanks, name: str) -> None:
 
 def _keep_own_adapter(wrapper: ParamWrapper, ranks: ExpertRanks) -> None:
     if isinstance(wrapper, SharedParamWrapper):
-        return  # every rank has it whole, and DDP sums what its experts make of it
+        return  # every rank stores it in full, and DDP sums the gradients from all ranks' experts
     wrapper.num_experts = ranks.own
     a, b = wrapper.lora_A[ADAPTER], wrapper.lora_B[ADAPTER]
     rank = wrapper.r[ADAPTER]
@@ -204,7 +204,7 @@ def _keep_own_adapter(wrapper: ParamWrapper, ranks: ExpertRanks) -> None:
 def _gather_tokens(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Make the inputs of a layer's experts those of all ranks, and choices those of own experts."""
+    """Return inputs with the tokens of all ranks, and with choices of local experts only."""
 
     def inputs(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         return hidden_states, top_k_index, top_k_weights
@@ -223,7 +223,7 @@ def _gather_tokens(
 
 
 def _sum_outputs(module: nn.Module, args: tuple[Any, ...], output: Tensor | None) -> Tensor | None:
-    """Return the outputs of this rank's tokens; none if checkpointing ends its second pass."""
+    """Return the outputs of this rank's tokens; None if checkpointing stops its second pass."""
     gathered = module.__dict__.pop("gathered_tokens")
     if output is None:
         return None
@@ -231,11 +231,11 @@ def _sum_outputs(module: nn.Module, args: tuple[Any, ...], output: Tensor | None
 
 
 class _Gathered(torch.autograd.Function):
-    """The rows of all ranks (W M, ...) of this rank's (N, ...)."""
+    """Gathers the rows of all ranks (W M, ...) from this rank's (N, ...)."""
 
     @staticmethod
     def forward(ctx, own: Tensor, anchor: Tensor, most: int) -> Tensor:
-        """Return the gathered rows; `anchor` requires a gradient, so that every rank goes back."""
+        """Return the gathered rows; `anchor` requires a gradient, so every rank runs backward."""
         ctx.rows = len(own)
         return gather(own, most)
 
@@ -246,14 +246,15 @@ class _Gathered(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """This rank's rows (N, ...) of the sum over ranks of rows (W M, ...)."""
+    """Reduces rows (W M, ...) to this rank's rows (N, ...) of the sum over ranks."""
 
     @staticmethod
     def forward(ctx, rows: Tensor, gathered: Tensor, own: int) -> Tensor:
-        """Return the own rows of the sum.
+        """Return this rank's rows of the sum.
 
-        `gathered` is what the rows are made of. They may be without a gradient, if no token has
-        chosen an expert of this rank: its gradient is asked for anyway, as other ranks' are.
+        `rows` are computed from `gathered`. They have no gradient if no token has chosen an expert
+        of this rank. The gradient of `gathered` makes this rank run backward anyway, like the other
+        ranks.
         """
         ctx.most = len(rows) // distributed.get_world_size()
         return sum_and_scatter(rows, own)
@@ -264,7 +265,7 @@ class _Summed(torch.autograd.Function):
 
 
 def gather(own: Tensor, most: int, fill: int = 0) -> Tensor:
-    """Return the rows (W M, ...) of all ranks, filled up to `most` M. Every rank must call it."""
+    """Return the rows (W M, ...) of all ranks, padded to `most` M. Every rank must call it."""
     if len(own) < most:
         filled = own.new_full((most, *own.shape[1:]), fill)
         filled[: len(own)] = own
@@ -282,18 +283,18 @@ def sum_and_scatter(rows: Tensor, own: int) -> Tensor:
 
 
 def average_own_gradients(model: nn.Module, process: Process) -> None:
-    """Divide the gradients of own experts by W, as DDP does those of all else."""
+    """Divide the gradients of local experts by W, as DDP divides all other gradients."""
     for parameter in model.parameters():
         if part_of(parameter) is not None:
             parameter.register_hook(lambda gradient: gradient / process.world_size)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
-    """Clip gradients to a global norm, with each rank's experts once; return that norm."""
+    """Clip gradients to a global norm that counts every rank's experts once; return that norm."""
     parameters = [each for each in parameters if each.grad is not None]
     own = [each.grad for each in parameters if part_of(each) is not None]
     shared = [each.grad for each in parameters if part_of(each) is None]
-    of_experts = get_total_norm(own).square().to(parameters[0].device)  # of none it is on the CPU
+    of_experts = get_total_norm(own).square().to(parameters[0].device)  # on the CPU without experts
     distributed.all_reduce(of_experts)
     norm = (get_total_norm(shared).square() + of_experts).sqrt()
     clip_grads_with_norm_(parameters, most, norm)

@@ -1,12 +1,13 @@
-"""Experts of mixture-of-experts models: where their weights are, and which modules route.
+"""Find the experts of mixture-of-experts models: where their weights are, and what routes tokens.
 
-Recognized by shape, not by the name of a model. transformers stores the experts of a layer in 3-D
-parameters of one module, (experts, out, in), or (experts, in, out) if `is_transposed`. Older
-layouts keep a list of modules, one an expert, whose linear layers are like any other.
+Experts are recognized by shape, not by the model's name. transformers stores the experts of a layer
+in 3-D parameters of one module. Their shape is (experts, out, in), or (experts, in, out) if
+`is_transposed`. Older layouts use a list with one module per expert, whose linear layers are like
+any others.
 
-`find_experts` returns modules in the form of transformers' `use_experts_implementation`, which
-leaves flags on a module that say how its matrices lie in memory. PEFT wraps such a module once for
-each adapted parameter; the outermost wrapper gets the fused forward method.
+`find_experts` returns modules in the form of transformers' `use_experts_implementation`. It sets
+flags on a module that describe the memory layout of its matrices. PEFT wraps such a module once for
+each adapted parameter. The outermost wrapper gets the fused forward method.
 
 Legend: E experts, r rank, `in` and `out` features.
 """
@@ -30,17 +31,17 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import encoders_of, text_modules
 
-# Argument of transformers' models that compute a load-balancing loss
+# argument of transformers' models that compute a load-balancing loss
 BALANCE = "output_router_logits"
 
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """A 3-D parameter that holds one projection of all experts of a layer."""
+    """A 3-D parameter that stores one projection of all experts of a layer."""
 
-    module_name: str  # of the module that owns it, as in `named_modules`
+    module_name: str  # name in `named_modules` of the module that has the parameter
     parameter_name: str
-    shape: tuple[int, int, int]  # the first is the number of experts
+    shape: tuple[int, int, int]  # the first dimension is the number of experts
 
     @property
     def name(self) -> str:
@@ -56,7 +57,7 @@ class ExpertWeight:
 def expert_weights(model: nn.Module) -> list[ExpertWeight]:
     """Return the 3-D expert parameters of a model without adapters, in the order of its modules.
 
-    Convolutions have 3-D weights too, and are left out.
+    Convolutions have 3-D weights too, and are skipped.
     """
     found: list[ExpertWeight] = []
     for module_name, module in text_modules(model):
@@ -71,13 +72,13 @@ def expert_weights(model: nn.Module) -> list[ExpertWeight]:
 
 
 def ranks_of_experts(model: nn.Module) -> int:
-    """Return how many ranks share the experts of a model, 1 if each has all."""
+    """Return how many ranks share the experts of a model, 1 if each rank has all of them."""
     found = (getattr(module, "expert_ranks", None) for module in model.modules())
     return next((ranks.process.world_size for ranks in found if ranks is not None), 1)
 
 
 def is_expert_weight(module: nn.Module, parameter: nn.Parameter | None) -> bool:
-    """Return whether a parameter of a module holds one projection of all experts."""
+    """Return whether a parameter of a module stores one projection of all experts."""
     if parameter is None or isinstance(module, _ConvNd | ParametrizationList):
         return False
     shape = true_shape(parameter)
@@ -85,7 +86,7 @@ def is_expert_weight(module: nn.Module, parameter: nn.Parameter | None) -> bool:
 
 
 def packed_weight(module: nn.Module, name: str) -> nn.Parameter | None:
-    """Return the 4-bit parameter behind an expert parameter of a module, None if it has none.
+    """Return the 4-bit parameter that stores an expert parameter, None if it is not packed.
 
     It is bitsandbytes' Params4bit; its `quant_state.shape` is (experts, out, in) or transposed.
     """
@@ -96,10 +97,10 @@ def packed_weight(module: nn.Module, name: str) -> nn.Parameter | None:
 
 
 def routing_linears(model: nn.Module) -> set[str]:
-    """Return the names of the linear layers that choose or weigh experts: adapters leave them.
+    """Return the names of the linear layers that choose or weight experts: they get no adapters.
 
-    They are those with one output an expert, or one output that weighs a shared expert, next to
-    the experts of a layer. A router that is a module of its own class is no linear layer.
+    They have one output per expert, or one output that weights a shared expert, and are next to the
+    experts of a layer. A router with a class of its own is not a linear layer.
     """
     names: set[str] = set()
     for experts_name, experts in _expert_counts(model).items():
@@ -120,8 +121,8 @@ def routing_linears(model: nn.Module) -> set[str]:
 def unquantized_linears(model: nn.Module) -> set[str]:
     """Return the names of linear layers that no base stores in fewer bits.
 
-    They route, or the code of their module reads their weight: it multiplies by it, or changes its
-    data, as Gemma 3n does in training.
+    They are routers, or their parent module's code uses their weight directly. It multiplies by the
+    weight, or changes the weight's data, as Gemma 3n does in training.
     """
     names = routing_linears(model)
     for name in linear_names(model):
@@ -134,7 +135,7 @@ def unquantized_linears(model: nn.Module) -> set[str]:
 
 @functools.cache
 def reads_weight(word: str, module_class: type[nn.Module]) -> bool:
-    """Return whether a class multiplies by the weight of its layer `word`, next to the layer."""
+    """Return whether a class multiplies by the weight of layer `word` without calling it."""
     weight = rf"self\.{re.escape(word)}\.weight"
     of_function = rf"\blinear\([^()]*(\([^()]*\)[^()]*)*{weight}\b"
     ways = (f"{weight} @", of_function, rf"{weight}\.clamp\(")  # the last: Gemma 3n, in training
@@ -144,7 +145,7 @@ def reads_weight(word: str, module_class: type[nn.Module]) -> bool:
 
 @functools.cache
 def source_of(module_class: type[nn.Module]) -> str:
-    """Return the code of a class's own methods, "" if they have none.
+    """Return the code of the methods that a class defines, "" if there are none.
 
     inspect finds methods by line; for a class it parses the whole file.
     """
@@ -182,7 +183,7 @@ def is_named(name: str, targets: Iterable[str]) -> bool:
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the decoder layer that a name lies in."""
+    """Return the index of the decoder layer that a name belongs to."""
     numbers = [part for part in name.split(".") if part.isdecimal()]
     return int(numbers[0]) if numbers else None
 
@@ -192,7 +193,7 @@ def _outputs(linear: nn.Module) -> int:
 
 
 def _expert_counts(model: nn.Module) -> dict[str, int]:
-    """Return the number of experts by the name of the module that holds them."""
+    """Return the number of experts by the name of the module that contains them."""
     counts = {weight.module_name: weight.experts for weight in expert_weights(model)}
     for name, module in text_modules(model):
         if isinstance(module, nn.ModuleList) and _is_list_of_experts(name, module):
@@ -201,7 +202,7 @@ def _expert_counts(model: nn.Module) -> dict[str, int]:
 
 
 def _is_list_of_experts(name: str, modules: nn.ModuleList) -> bool:
-    """Return whether a list holds MLPs of equal class inside a numbered decoder layer."""
+    """Return whether a list contains MLPs of the same class inside a numbered decoder layer."""
     if len(modules) < 2 or not any(part.isdecimal() for part in name.split(".")):
         return False
     classes = {type(module) for module in modules}
@@ -209,7 +210,7 @@ def _is_list_of_experts(name: str, modules: nn.ModuleList) -> bool:
 
 
 def true_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of a parameter, also if it is partitioned (ZeRO-3) or packed."""
+    """Return the shape of a parameter, also if it is sharded (ZeRO-3) or packed."""
     state = getattr(parameter, "quant_state", None)
     shape = parameter.shape if state is None else state.shape
     return tuple(getattr(parameter, "ds_shape", shape))
@@ -224,10 +225,10 @@ FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
-    """Return a model's modules of experts: the outermost wrapper if PEFT has wrapped one."""
+    """Return the expert modules of a model: the outermost wrapper if PEFT has wrapped one."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
-    for module in model.modules():  # a wrapper comes before what it wraps
+    for module in model.modules():  # a wrapper comes before the module that it wraps
         if module in inside:
             continue
         wrappers, experts = unwrap(module)
@@ -247,7 +248,7 @@ def unwrap(module: nn.Module) -> tuple[list[ParamWrapper], nn.Module]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Return whether a module holds experts in transformers' form."""
+    """Return whether a module contains experts in transformers' form."""
     if not all(hasattr(module, flag) for flag in FLAGS):
         return False
     weights = (weight_of(module, inner_name(module)), weight_of(module, "down_proj"))
@@ -260,7 +261,7 @@ def inner_name(experts: nn.Module) -> str:
 
 
 def weight_of(experts: nn.Module, name: str) -> nn.Parameter | None:
-    """Return a parameter as it is stored, packed if it is in 4 bits (`models.experts`)."""
+    """Return a parameter as it is stored: packed if it is in 4 bits (`models.experts`)."""
     if name in experts._parameters:
         return experts._parameters[name]
     return packed_weight(experts, name)
@@ -269,9 +270,9 @@ def weight_of(experts: nn.Module, name: str) -> nn.Parameter | None:
 class SharedParamWrapper(ParamWrapper):
     """One adapter for all experts of a layer, W_e + s B A: lora_A (r, in) and lora_B (out, r).
 
-    PEFT publishes the factors of each expert: lora_A (E r, in), the ranks of an expert one after
-    another, and lora_B (out, r E), the experts of a rank one after another. So a shared adapter is
-    published with the same factors for every expert.
+    PEFT publishes the factors of each expert. In lora_A (E r, in), the ranks of one expert follow
+    each other. In lora_B (out, r E), the experts of one rank follow each other. So a shared adapter
+    is published with the same factors for every expert.
     """
 
     def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
@@ -281,18 +282,18 @@ class SharedParamWrapper(ParamWrapper):
         return sizes
 
     def get_delta_weight(self, adapter_name: str, *args: Any, **options: Any) -> Tensor:
-        """Return what is added to the matrix of each expert, as the parameter has it."""
+        """Return the change of each expert's matrix, in the parameter's layout."""
         delta = super().get_delta_weight(adapter_name, *args, **options)  # (out, in)
         return delta if self._did_swap_in_out_features else delta.T
 
     def for_every_expert(self, factor: str, shared: Tensor) -> Tensor:
-        """Return lora_A or lora_B, or what has its shape, as PEFT's layout has it; on the host."""
+        """Return lora_A or lora_B, or a tensor of that shape, in PEFT's layout, on the host."""
         if factor == "lora_A":
             return shared.cpu().repeat(self.experts, 1)
         return shared.cpu().repeat_interleave(self.experts, dim=1)
 
     def for_all_experts(self, factor: str, published: Tensor) -> Tensor:
-        """Return the one factor of which `for_every_expert` made PEFT's layout.
+        """Return the single factor from PEFT's layout: the reverse of `for_every_expert`.
 
         Raises: ConfigError if the experts' factors differ.
         """
@@ -310,7 +311,7 @@ class SharedParamWrapper(ParamWrapper):
 
 
 def wrap_shared(model: PeftModel, adapter: str, weight: ExpertWeight) -> None:
-    """Wrap a parameter of experts, which may be wrapped already, with one adapter for all."""
+    """Wrap a parameter of experts, possibly already wrapped, with one adapter for all experts."""
     tuner = model.base_model
     config = model.peft_config[adapter]
     parent_name, _, child_name = weight.module_name.rpartition(".")

@@ -1,13 +1,13 @@
-"""What a saved model tells the programs that read it: where answers end, and what older ones need.
+"""Save what other programs need to run a model: its stop tokens and the keys of older formats.
 
-transformers keeps the base's stops when a trained model is saved. A base whose chat template ends
-turns with another token than its eos would continue after the trained stop.
+When transformers saves a trained model, it keeps the base's stop tokens. Some chat templates end
+turns with a token other than the base's eos. Such a model would continue after the trained stop.
 
 transformers 5 moved the rope's base, the dtype and special tokens to new keys, and templates to a
-file of their own. A server on transformers 4 takes its defaults for keys that it does not find: a
-Llama 3 with `rope_theta` 10000 answers worse, and nothing says why. Programs without transformers
-(TGI's router, llama.cpp, MLX) read the template in tokenizer_config.json, in a Jinja without
-transformers' `generation` tag.
+separate file. A server on transformers 4 uses its defaults for keys that it does not find. For
+example, a Llama 3 with `rope_theta` 10000 gives worse answers without any warning. Programs without
+transformers (TGI's router, llama.cpp, MLX) read the template in tokenizer_config.json. Their Jinja
+does not support transformers' `generation` tag.
 """
 
 import copy
@@ -31,16 +31,16 @@ from sft_play.runs.files import read_json, write_json, write_text
 logger = logging.getLogger(__name__)
 
 GENERATION_TAG = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
-OF_LOADING = ("is_local", "local_files_only")  # transformers 5 saves how it loaded
+OF_LOADING = ("is_local", "local_files_only")  # transformers 5 saves how it loaded the model
 TEMPLATE_FILE = "chat_template.jinja"
-COUNTED_ROWS = 1000  # every row of a template ends its answers alike
-# Tokens that vocabularies have for padding, if the tokenizer does not name one
+COUNTED_ROWS = 1000  # a template ends the answers of every row in the same way
+# Padding tokens that vocabularies have, for tokenizers that do not name one
 PAD_TOKENS = """
 <|finetune_right_pad_id|> <pad> [PAD] <|pad|> <|padding|> <PAD> <|endoftext|> <unk>
 """.split()
 
-# Of one call, not of a model, with what transformers takes if a file has none of them. Each lets
-# generate() return something else than ids, demand another argument, or end an answer by itself.
+# Settings of one call, not of a model, with transformers' value for each one that a file lacks.
+# Each lets generate() return more than ids, require another argument, or end an answer by itself.
 OF_A_CALL = {
     "return_dict_in_generate": False,
     "output_attentions": False,
@@ -59,10 +59,10 @@ OF_A_CALL = {
 def trained_stops(
     rows: Split, tokenizer: PreTrainedTokenizerBase, own: Iterable[int] = ()
 ) -> list[int]:
-    """Return the ids that end an answer, the one that ends most trained answers first.
+    """Return the ids that end an answer, sorted so that the most frequent trained stop is first.
 
-    The others are those at which evaluations stop too: of the tokenizer, and those among `own`,
-    where the base's own generation ends, that no trained answer holds inside.
+    The others are stop tokens that evaluations also use. They are the tokenizer's, and those of
+    `own`, the base's generation stops, that do not occur inside a trained answer.
     """
     known = stop_ids(tokenizer)
     counts: Counter[int] = Counter()
@@ -79,7 +79,7 @@ def trained_stops(
 
 
 def stops_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the ids at which a model's own generation ends, () if it names none."""
+    """Return the ids at which a model's generation ends, () if it names none."""
     return _as_tuple(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
 
 
@@ -97,12 +97,12 @@ def write_stops(
 ) -> None:
     """Write tokenizer and generation_config.json with `stops`, the trained one first.
 
-    If the folder holds a whole model, its config.json names them too.
+    If the folder contains a full model, its config.json lists the stops too.
     """
     own_tokenizer = with_eos(tokenizer, stops[0])
     own_tokenizer.save_pretrained(folder)
     generation = savable_generation_config(model)
-    generation._from_model_config = False  # else transformers may take the model config's stops
+    generation._from_model_config = False  # otherwise transformers may use the model config's stops
     generation.eos_token_id = stops if len(stops) > 1 else stops[0]
     generation.pad_token_id = own_tokenizer.pad_token_id
     generation.save_pretrained(folder)
@@ -114,7 +114,7 @@ def write_stops(
 
 
 def read_stops(folder: Path) -> tuple[int, ...]:
-    """Return the stops of a saved folder; () if another program saved it and names none."""
+    """Return the stops of a saved folder; () if another program saved it without stops."""
     path = folder / GENERATION_CONFIG_NAME
     if not path.is_file():
         return ()
@@ -127,7 +127,7 @@ def saved_stops(stops: list[int], tokenizer: PreTrainedTokenizerBase) -> SavedSt
 
 
 def with_eos(tokenizer: PreTrainedTokenizerBase, stop: int) -> PreTrainedTokenizerBase:
-    """Return a copy of the tokenizer whose eos is `stop`, and whose template writes the same."""
+    """Return a copy of the tokenizer with eos `stop`, whose template produces the same text."""
     changed = copy.deepcopy(tokenizer)
     if stop != tokenizer.eos_token_id:
         changed.chat_template = _with_fixed_eos(tokenizer.chat_template, tokenizer.eos_token)
@@ -138,17 +138,17 @@ def with_eos(tokenizer: PreTrainedTokenizerBase, stop: int) -> PreTrainedTokeniz
 
 
 def savable_generation_config(model: PreTrainedModel) -> GenerationConfig:
-    """Return a copy of the model's generation config that transformers agrees to save.
+    """Return a copy of the model's generation config that transformers can save.
 
-    Some bases name a temperature and leave do_sample off. transformers loads that and refuses to
-    save it, which would lose the weights of a whole run. Settings of one call are left out.
+    Some bases set a temperature and leave do_sample off. transformers loads that config but refuses
+    to save it, which would lose the run's weights. Settings of one call are removed.
     """
     generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
     _leave_out_calls(generation)
     fault = _fault(generation)
     if fault is None:
         return generation
-    generation.do_sample = True  # what the sampling values are for
+    generation.do_sample = True  # sampling values need it
     if _fault(generation) is None:
         return generation
     logger.warning("the base's generation_config.json is left out but for its stops: %s", fault)
@@ -160,7 +160,7 @@ def savable_generation_config(model: PreTrainedModel) -> GenerationConfig:
 
 
 def _leave_out_calls(generation: GenerationConfig) -> None:
-    """Set what belongs to one call to what transformers takes without it, with a warning."""
+    """Reset settings of one call to transformers' values without them, and log a warning."""
     found = {
         name: getattr(generation, name)
         for name, default in OF_A_CALL.items()
@@ -178,7 +178,7 @@ def _leave_out_calls(generation: GenerationConfig) -> None:
 
 
 def _fault(generation: GenerationConfig) -> str | None:
-    """Return why transformers would not save it, None if it would."""
+    """Return why transformers would not save the config, None if it would."""
     try:
         generation.validate(strict=True)
     except ValueError as error:
@@ -187,9 +187,9 @@ def _fault(generation: GenerationConfig) -> str | None:
 
 
 def _with_fixed_eos(template: str | dict[str, str], eos: str) -> str | dict[str, str]:
-    """Return a template, or several by name, in which eos_token is what it was in training.
+    """Return a template, or several by name, in which eos_token has its value from training.
 
-    `+%}` keeps the template's first character if that is a line break.
+    `+%}` preserves the template's first character if that is a line break.
     """
     if isinstance(template, dict):
         return {name: _with_fixed_eos(text, eos) for name, text in template.items()}
@@ -201,7 +201,8 @@ def _with_fixed_eos(template: str | dict[str, str], eos: str) -> str | dict[str,
 def _pad_token(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a token that no answer ends with, or eos if the vocabulary has no other.
 
-    Trainers mask padding: a stop that is padding too would not be learned from this folder.
+    Trainers mask padding. If the stop token was also the padding token, training from this folder
+    would not learn it.
     """
     ids = tokenizer.convert_tokens_to_ids(PAD_TOKENS)
     for token, token_id in zip(PAD_TOKENS, ids, strict=True):
@@ -218,9 +219,9 @@ def write_for_older_readers(folder: Path, trust_remote_code: bool = False) -> No
 
 
 def plain_template(template: str) -> str:
-    """Return a template that writes the same without the `generation` tag.
+    """Return a template that produces the same text without the `generation` tag.
 
-    `if true` trims the whitespace around it as that tag does.
+    `if true` trims the surrounding whitespace in the same way as that tag.
     """
 
     def as_if(found: re.Match[str]) -> str:
@@ -231,7 +232,7 @@ def plain_template(template: str) -> str:
 
 
 def _complete_config(path: Path, trust_remote_code: bool) -> None:
-    """Add the keys of transformers 4, unless transformers 5 would then read something else."""
+    """Add the keys of transformers 4, unless they change what transformers 5 reads."""
     config = read_json(path)
     completed = {**config, **_older_keys(config)}
     if "text_config" in config:
@@ -253,7 +254,7 @@ def _older_keys(config: Json) -> Json:
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         is_plain = rope.get("rope_type", "default") == "default"
         found["rope_scaling"] = None if is_plain else scaling
-    elif "full_attention" in rope and "sliding_attention" in rope:  # as Gemma 3
+    elif "full_attention" in rope and "sliding_attention" in rope:  # e.g. Gemma 3
         found["rope_theta"] = rope["full_attention"].get("rope_theta")
         found["rope_local_base_freq"] = rope["sliding_attention"].get("rope_theta")
     return found
@@ -268,12 +269,12 @@ def complete_tokenizer(folder: Path) -> None:
     """Complete tokenizer_config.json, and write the chat template where every program reads it."""
     path = folder / "tokenizer_config.json"
     config = read_json(path)
-    if config.get("tokenizer_class") == "TokenizersBackend":  # its older name is known to both
+    if config.get("tokenizer_class") == "TokenizersBackend":  # both versions know its older name
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     for name in OF_LOADING:
         config.pop(name, None)
     extra = config.get("extra_special_tokens")
-    if isinstance(extra, list):  # transformers 4 takes a dict of names there
+    if isinstance(extra, list):  # transformers 4 expects a dict of names there
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
     template_file = folder / TEMPLATE_FILE
     if template_file.is_file():

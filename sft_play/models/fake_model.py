@@ -1,6 +1,6 @@
-"""A run's model without weights: built from config.json, with tensors that have no data.
+"""Build a run's model without weights from config.json, with tensors that have no data.
 
-The code that loads the real model also makes its architecture, 4-bit packing and adapters.
+The code that loads the real model also creates its architecture, 4-bit packing and adapters.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ from sft_play.plan.counting import grown_vocabulary
 def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrainedModel:
     """Return the base model of a run on the meta device, unquantized.
 
-    Raises: EnvironmentFault without a config.json.
+    Raises: EnvironmentFault if there is no config.json.
     """
     options = loading_options(config, None)
     if options.get("attn_implementation") == "flash_attention_2":
-        options["attn_implementation"] = "sdpa"  # the flash-attn package need not be installed here
+        options["attn_implementation"] = "sdpa"  # flash-attn may not be installed here
     architecture = load_architecture(config)
     rows = architecture.get_text_config().vocab_size
     growth = Growth(rows, grown_vocabulary(config.model, rows, environment()))
@@ -50,7 +50,7 @@ def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrained
 def quantize_and_adapt(
     model: PreTrainedModel, config: Config, compute_dtype: torch.dtype, zero_stage: int
 ) -> PreTrainedModel:
-    """Return a base model on the meta device as a run quantizes it, with the run's adapters.
+    """Return a base model on the meta device, quantized and with adapters as in the run.
 
     Raises: ConfigError when adapters match no layer.
     """
@@ -60,7 +60,7 @@ def quantize_and_adapt(
     if config.tuning.has_float8_base:
         float8_on_meta(model)
     if config.tuning.mode != "full":
-        rows = range(len(config.trained_tokens))  # any rows take as many bytes
+        rows = range(len(config.trained_tokens))  # all rows have the same size
         model = lora.add_adapters(model, config, rows)
     return model
 
@@ -68,7 +68,7 @@ def quantize_and_adapt(
 def load_architecture(config: Config) -> PretrainedConfig:
     """Return a model's transformers config: from its folder, the known names or the hub.
 
-    Raises: EnvironmentFault when there is none.
+    Raises: EnvironmentFault if no config is found.
     """
     name = config.model.name
     known = known_model(name)
@@ -85,7 +85,7 @@ def load_architecture(config: Config) -> PretrainedConfig:
 
 
 def quantize_on_meta(model: PreTrainedModel, quantization: Any) -> None:
-    """Pack the linear layers that transformers packs at loading, with bitsandbytes' own code."""
+    """Pack the linear layers that transformers packs at loading, with bitsandbytes' code."""
     # bitsandbytes creates its table of 8-bit values once, which needs a tensor with data
     bnb_functional.quantize_blockwise(torch.zeros(1))
     quantizer = ExpertQuantizer(quantization, pre_quantized=False)
@@ -106,7 +106,7 @@ def materialize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
     Autocast and device checks then work as in a run. `dtype` casts floating-point parameters.
     """
-    made: dict[Tensor, Tensor] = {}  # so that tied weights stay tied
+    made: dict[Tensor, Tensor] = {}  # keeps tied weights tied
     for module in model.modules():
         for owned in (module._buffers, module._parameters):
             for name, tensor in owned.items():

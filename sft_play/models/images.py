@@ -1,4 +1,4 @@
-"""How a model reads images: which arguments its batches have, and which of its tokens see ahead."""
+"""Describe how a model reads images: its batches' arguments, and which tokens see ahead."""
 
 import contextlib
 import functools
@@ -15,8 +15,8 @@ from sft_play.models.architecture import empty_twin, encoders_of
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.sharding import run_within
 
-ROPE_INDEX = "get_rope_index"  # transformers' method if positions are of three axes
-# And its name for what numbers the images of a row whose tokens see each other
+ROPE_INDEX = "get_rope_index"  # transformers' method if positions have three axes
+# transformers' name for the function that numbers the images whose tokens see each other
 BLOCKS = "get_block_sequence_ids_for_mask"
 
 
@@ -27,9 +27,9 @@ def image_inputs_of(
     is_packed: bool = False,
     has_boundaries: bool = False,
 ) -> ImageInputs | None:
-    """Return what makes the inputs of images for a model, None for a model of text.
+    """Return what builds the inputs of images for a model, None for a text-only model.
 
-    `has_boundaries` says that packed batches have them in place of a mask.
+    With `has_boundaries`, packed batches have boundaries instead of a mask.
     """
     base = base_model_of(model)
     encoders = encoders_of(base)
@@ -46,7 +46,7 @@ def image_inputs_of(
 
 
 def trained_encoder_weights(model: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of encoders that are trained, adapters included."""
+    """Return the trained weights of encoders, including adapters."""
     base = base_model_of(model)
     encoders = encoders_of(base).values() if isinstance(base, PreTrainedModel) else ()
     weights = dict.fromkeys(weight for encoder in encoders for weight in encoder.parameters())
@@ -54,9 +54,9 @@ def trained_encoder_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 def keep_encoders_in_their_type(model: PreTrainedModel) -> None:
-    """Let encoders of 16 bits that are not trained compute as they do at use: without autocast.
+    """Let untrained 16-bit encoders compute as they do in inference: without autocast.
 
-    It would cast what their norms read and write to float32, and copy it back.
+    Autocast would cast the inputs and outputs of their norms to float32 and back.
     """
     for encoder in encoders_of(model).values():
         run_within(encoder, functools.partial(_own_type, encoder))
@@ -70,6 +70,6 @@ def _own_type(encoder: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 
 def reads_both_ways(model: PreTrainedModel) -> bool:
-    """Return whether the tokens of an image see each other, as the code of the class says."""
+    """Return whether the tokens of an image see each other, according to the class's code."""
     classes = {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}
     return any(BLOCKS in inspect.unwrap(one.forward).__code__.co_names for one in classes)

@@ -1,8 +1,8 @@
-"""What computes linear attention and state spaces: packages' kernels or a model's own torch code.
+"""Select the code of linear attention and state spaces: packaged kernels or the model's torch code.
 
-When transformers imports a model's code, it binds the functions of flash-linear-attention,
-causal-conv1d and mamba-ssm to the names of its own, wherever those packages are installed. They run
-on a GPU alone, and flash-linear-attention not with every Triton.
+When transformers imports a model's code, it uses the functions of flash-linear-attention,
+causal-conv1d and mamba-ssm instead of the model's functions if those packages are installed. The
+packaged kernels run only on a GPU. flash-linear-attention does not run with every Triton version.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from sft_play.models import traced_gpu
 from sft_play.plan.needs import MISSING, why_no_kernels
 
-# Names by which the code of transformers' models calls these kernels
+# Names that the code of transformers' models uses for these kernels
 FLA_KERNELS = (
     "chunk_kimi_delta_attention",
     "recurrent_kimi_delta_attention",
@@ -45,10 +45,10 @@ _in_torch: ContextVar[bool] = ContextVar("in_torch", default=False)
 
 @contextmanager
 def torch_code(is_on: bool = True) -> Iterator[None]:
-    """Let torch code compute what is called inside, on a GPU too; with False packages' kernels.
+    """Run torch code in this context, on a GPU too; with False, run packaged kernels.
 
-    What fused code is proved against must not be the same kernels, and these are tuned when they
-    are first called, which takes a minute or more.
+    Fused code must be verified against other code than these kernels. They are also tuned on their
+    first call, which takes a minute or more.
     """
     token = _in_torch.set(is_on)
     try:
@@ -64,7 +64,7 @@ def why_no_fla() -> str | None:
         return MISSING
     if not torch.cuda.is_available():
         return None
-    import triton  # the module: its package's metadata may be that of another
+    import triton  # the module, because the package metadata may be of another one
 
     return why_no_kernels(torch.cuda.get_device_capability(), triton.__version__)
 
@@ -72,8 +72,8 @@ def why_no_fla() -> str | None:
 def uses_fla(tensor: Tensor) -> bool:
     """Return whether kernels of flash-linear-attention compute a tensor.
 
-    A trace is for a GPU: without an NVIDIA driver here it is that of another machine, where `make
-    install` adds the package.
+    A trace is for a GPU. Without an NVIDIA driver on this machine, the GPU is in another machine,
+    on which `make install` adds the package.
     """
     if traced_gpu.is_on:
         return not _has_driver() or why_no_fla() is None
@@ -94,9 +94,9 @@ def _has_driver() -> bool:
 
 
 def bind_by_device(model: nn.Module) -> None:
-    """Let the code of a model's modules call kernels of packages on GPUs alone.
+    """Let a model's modules call packaged kernels only on GPUs.
 
-    What they call on a CPU, and if `why_no_fla` has a reason, is transformers' torch code.
+    On a CPU, and if `why_no_fla` returns a reason, they call transformers' torch code.
     """
     for module in model.modules():
         names = vars(sys.modules[type(module).__module__])
@@ -107,7 +107,7 @@ def bind_by_device(model: nn.Module) -> None:
 
 
 def by_device(own: Callable, is_of_fla: bool) -> Callable:
-    """Return a kernel of a model's code that is its torch code if no package's kernel runs."""
+    """Return a function that runs a packaged kernel, or the model's torch code if none can run."""
     in_torch = inspect.unwrap(own)
 
     @functools.wraps(own)

@@ -1,8 +1,8 @@
-"""An adapter of experts in the layout of lists: one linear layer for each expert and projection.
+"""Write an expert adapter as lists: one linear layer for each expert and projection.
 
-vLLM reads it so for models whose published files have their experts like that, by the names there:
-`layers.0.mlp.experts.7.gate_proj.lora_A.weight`, or `w1` of Mixtral. A fused projection of gate and
-up is split: both have its lora_A, and each has its own rows of lora_B.
+vLLM reads this layout for models whose published files store their experts in it. It uses the names
+in these files: `layers.0.mlp.experts.7.gate_proj.lora_A.weight`, or `w1` for Mixtral. A fused
+projection of gate and up is split: both parts have its lora_A, and each has its rows of lora_B.
 
 Legend: E experts, r rank, `in` and `out` features.
 """
@@ -26,9 +26,9 @@ PREFIX = "base_model.model."  # of all names in PEFT's files
 
 
 def list_experts(config: Config, folder: Path) -> None:
-    """Write the adapter in a folder again, in the layout of lists.
+    """Rewrite the adapter in a folder in the layout of lists.
 
-    Raises: ConfigError if the base's files have the experts of a layer in one tensor.
+    Raises: ConfigError if the base's files store the experts of a layer in one tensor.
     """
     file = folder / SAFETENSORS_WEIGHTS_NAME
     model = build_skeleton(Merge(config, folder)).model
@@ -37,7 +37,7 @@ def list_experts(config: Config, folder: Path) -> None:
     modules = {name.rpartition(".lora_")[0] for name in listed}
     saved["target_modules"] = sorted({name.rpartition(".")[2] for name in modules})
     saved["target_parameters"] = None
-    file.unlink()  # it may be a hard link to the run's
+    file.unlink()  # it may be a hard link to the run's file
     save_file(listed, file, metadata={"format": "pt"})
     write_json(folder / "adapter_config.json", saved)
 
@@ -47,7 +47,7 @@ def listed_layout(
 ) -> dict[str, Tensor]:
     """Return the tensors of an adapter's file in the layout of lists.
 
-    `model` has the adapters; `published` are the names in the files of its base.
+    `model` has the adapters; `published` contains the names in the files of its base.
     """
     listed = dict(tensors)
     for path, module in model.named_modules():
@@ -57,7 +57,7 @@ def listed_layout(
         name = f"{path.replace('.base_layer', '')}.{module.parameter_name}"
         a = listed.pop(f"{PREFIX}{path}.lora_A.weight").unflatten(0, (experts, -1))
         b = listed.pop(f"{PREFIX}{path}.lora_B.weight").unflatten(1, (-1, experts))
-        # transformers splits and names them as it does the parameter whose place they take
+        # transformers splits and names them in the same way as the parameter that they replace
         of_b = as_saved(model, name, b.permute(2, 0, 1))  # (E, out, r)
         if len(of_b) < experts or any(weight not in published for weight in of_b):
             raise ConfigError(
