@@ -1,6 +1,6 @@
 """Load a run's model with its backend, in the right dtype, on the right device.
 
-Code after this module works with a transformers model and need not know the backend.
+Code that runs later works with a transformers model and need not know the backend.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ from sft_play.runs.model_folder import refuse_unsafe_base
 
 logger = logging.getLogger(__name__)
 
-MISMATCHED = "ignore_mismatched_sizes"  # of transformers' error if shapes differ
-# tensors of a checkpoint that a model may leave unused; any other is an error
+MISMATCHED = "ignore_mismatched_sizes"  # in transformers' error if shapes differ
+# Tensors of a checkpoint that a model may leave unused; any other unused tensor is an error
 MAY_BE_UNUSED = {
     r"(^|\.)(mtp|nextn|mtp_[a-z]+|eagle[a-z_]*)\.": "layers that predict further tokens",
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$": "buffers that the class computes",
@@ -72,13 +72,13 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class WeightPlaces:
-    """Where the weights of a model are: on one device, unless a field says otherwise."""
+    """Where a model's weights are stored: on one device, unless a field changes that."""
 
     zero_stage: int = 0  # of DeepSpeed
-    is_fsdp: bool = False  # base weights are divided among the ranks
-    is_expert_parallel: bool = False  # each rank has a part of the experts
-    most_layers: int = 0  # of a GPU if model.device_map fills one after the other
-    offloaded_layers: int = 0  # whose frozen weights are in host memory
+    is_fsdp: bool = False  # base weights are sharded across the ranks
+    is_expert_parallel: bool = False  # each rank stores a part of the experts
+    most_layers: int = 0  # maximum per GPU if model.device_map fills GPUs one after the other
+    offloaded_layers: int = 0  # layers whose frozen weights are in host memory
 
 
 ON_DEVICE = WeightPlaces()
@@ -92,13 +92,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Return the model to train, with adapters unless the mode is full, and with fused kernels.
 
-    `proofs` are those of kernels that earlier starts have left.
+    `proofs` are cached results of kernel checks from earlier starts.
 
     Raises: EnvironmentFault when the weights cannot be loaded; ConfigError when adapters match no
     layer.
     """
     if config.tuning.backend == "unsloth":
-        from sft_play.models import unsloth  # only here: it patches transformers
+        from sft_play.models import unsloth  # not at the top: it patches transformers
 
         return unsloth.load(config, process)
     model = base = load_base(config, process, places)
@@ -125,11 +125,12 @@ def load_model(
 
 
 def _freeze_what_its_class_freezes(model: PreTrainedModel, trains_encoders: bool) -> None:
-    """Freeze what no gradient reaches, such as a router's balancing bias, and what reads no text.
+    """Freeze modules that read no text, and what no gradient reaches, e.g. a balancing bias.
 
-    But for encoders that are trained.
+    The balancing bias is a router's. Encoders stay trainable with `trains_encoders`.
 
-    transformers makes every parameter again when it loads weights, and all of them trainable.
+    transformers creates every parameter again when it loads weights, and makes all of them
+    trainable.
     """
     made = empty_twin(model)
     frozen = {name for name, parameter in made.named_parameters() if not parameter.requires_grad}
@@ -141,9 +142,9 @@ def _freeze_what_its_class_freezes(model: PreTrainedModel, trains_encoders: bool
 
 
 def load_trained(model: PreTrainedModel, folder: str) -> None:
-    """Read the weights that transformers saved of this model, under whatever names.
+    """Load the weights that transformers saved from this model, under any names.
 
-    Trainer would leave out those that are saved under other names than the model's, or in pieces.
+    Trainer would skip weights that are saved in pieces or under names that differ from the model's.
     """
     saved = type(model).from_pretrained(folder, dtype="auto", device_map="cpu").state_dict()
     model.load_state_dict({name: saved[name] for name in model.state_dict()})
@@ -157,14 +158,15 @@ def load_base(
 ) -> PreTrainedModel:
     """Return the base model on this rank's device; no weight is frozen.
 
-    Under ZeRO-3 and FSDP it is divided; quantized weights under FSDP have no values yet. Under
+    Under ZeRO-3 and FSDP it is sharded; quantized weights under FSDP have no values yet. Under
     model.device_map it is on the GPUs of this process. Layers to offload are on the host.
 
-    `dtype` is that of unquantized weights: None for the one that training uses, "auto" for the one
-    in the files.
+    `dtype` is the dtype of unquantized weights: None for the one that training uses, "auto" for the
+    one in the files.
 
-    Raises: EnvironmentFault when weights cannot be loaded or are missing in the files; ConfigError
-    for experts in 4 bits under ZeRO-3, and for a device map that the model's modules do not have.
+    Raises: EnvironmentFault when weights cannot be loaded or are missing in the files. ConfigError
+    for experts in 4 bits under ZeRO-3, and for a device map that does not match the model's
+    modules.
     """
     require_base(config, environment())
     quantization = None
@@ -179,7 +181,7 @@ def load_base(
         options.setdefault("config", stored)
     options["dtype"] = dtype or weight_dtype(config, process.compute_dtype)
     if found is not None and dtype == "auto":
-        options["dtype"] = getattr(torch, found.dtype)  # that of the files is of 8 bits
+        options["dtype"] = getattr(torch, found.dtype)  # the files' dtype has 8 bits
     options |= _packed_as(config, process, stored, found, quantization)
     opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
     devices = placement.resolve_device_map(config, process, stored, places.most_layers)
@@ -187,7 +189,8 @@ def load_base(
         devices = {"": torch.device("cpu")}
     if places.zero_stage < 3:
         options["device_map"] = devices
-    # some classes draw weights that the files replace: the adapters must not depend on how many
+    # Some classes draw random weights that the files then replace. The adapters must not depend on
+    # how many are drawn.
     gpus = list(process.devices) if process.is_gpu else []
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=gpus))
@@ -212,7 +215,7 @@ def load_base(
 
 
 def _finish_loading(model: PreTrainedModel, config: Config) -> None:
-    """Correct what transformers leaves otherwise than training needs it."""
+    """Change what transformers sets up differently from what training needs."""
     if config.tuning.encoders == "drop":
         drop_encoders(model)
     refuse_longer_rows(model, config.model.max_seq_len)
@@ -233,8 +236,8 @@ def _packed_as(
 ) -> dict[str, Any]:
     """Return the options of transformers' loader for packed weights.
 
-    A quantization_config that is None is never passed: transformers would take quantized numbers
-    for the weights.
+    A quantization_config that is None is never passed: transformers would treat quantized numbers
+    as the weights.
     """
     if found is not None and found.way == "packed":
         return {"config": bnb.with_compute_dtype(stored, process.compute_dtype)}
@@ -251,7 +254,7 @@ def _reading(
     found: StoredAs | None,
     places: WeightPlaces,
 ) -> contextlib.AbstractContextManager[None]:
-    """Return the context in which weights are quantized or divided as they are read."""
+    """Return the context in which weights are quantized or sharded as they are read."""
     if config.tuning.mode == "qlora":
         return packing_experts(keeps_mxfp4(config, found))
     if config.tuning.has_float8_base:
@@ -271,7 +274,7 @@ def is_quantized(config: Config) -> bool:
 
 
 def loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str, Any]:
-    """Return what config.model asks of transformers' loader besides types and devices."""
+    """Return the loader options that config.model sets, except dtypes and devices."""
     options: dict[str, Any] = {"config": stored} if stored and config.model.add_tokens else {}
     if config.model.rope_scaling.rope_type and stored is not None:
         options["config"] = with_stretched_rope(stored, config.model)
@@ -281,10 +284,10 @@ def loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str
 
 
 def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -> PreTrainedModel:
-    """Return transformers' model, of the auto class `opened_by`.
+    """Return transformers' model, loaded by the auto class `opened_by`.
 
-    Raises: EnvironmentFault if a tensor cannot be loaded; ConfigError for experts in 4 bits
-    under ZeRO-3, and for an attention that the architecture does not have.
+    Raises: EnvironmentFault if a tensor cannot be loaded; ConfigError for experts in 4 bits under
+    ZeRO-3, and for an attention that the architecture does not support.
     """
     name = config.model.name
     refuse_unsafe_base(config)
@@ -339,9 +342,9 @@ def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -
 def refuse_unaccounted(
     name: str, model: PreTrainedModel, loading_info: Mapping[str, Iterable[str]]
 ) -> None:
-    """Raise EnvironmentFault for parameters that no file holds, and for tensors without a use.
+    """Raise EnvironmentFault for parameters that are in no file, and for unused tensors.
 
-    transformers would fill the first with random numbers, and leave out the others.
+    transformers would fill the missing parameters with random numbers and skip the unused tensors.
     """
     missing = sorted(loading_info["missing_keys"])
     if missing:
@@ -360,7 +363,7 @@ def refuse_unaccounted(
 
 
 def _has_reason(key: str, layers: int | None) -> bool:
-    """Return whether a tensor may be unused; DeepSeek's MTP layers are those behind the last."""
+    """Return whether a tensor may be unused, e.g. DeepSeek's MTP layers after the last layer."""
     found = LAYER.search(key)
     if found and layers is not None and int(found[1]) >= layers:
         return True
@@ -368,7 +371,7 @@ def _has_reason(key: str, layers: int | None) -> bool:
 
 
 def _has_experts(stored: PretrainedConfig | None) -> bool:
-    """Return whether a config names a number of experts above one."""
+    """Return whether a config sets a number of experts above one."""
     if stored is None:
         return False
     sizes = vars(stored.get_text_config()).items()

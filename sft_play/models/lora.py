@@ -1,4 +1,4 @@
-"""LoRA adapters through PEFT, over frozen base weights."""
+"""Add LoRA adapters through PEFT, over frozen base weights."""
 
 import functools
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ def add_adapters(
 ) -> PeftModel:
     """Return the model with trainable adapters in float32 over frozen base weights.
 
-    `token_ids` are those whose rows of embedding and head are trained.
+    `token_ids` are the tokens whose rows of embedding and head are trained.
 
     peft.prepare_model_for_kbit_training is not used: it copies embeddings, norms and head to
-    float32, which costs 4 GiB for an 8B model and does not change the loss.
+    float32. This needs 4 GiB for an 8B model and does not change the loss.
 
     Raises: ConfigError when a setting names a layer, a module or a token that the model lacks.
     """
@@ -65,7 +65,8 @@ def add_adapters(
         adapters.ensure_weight_tying = _is_tied(model) and trains_a_matrix
     if token_ids:
         adapters.trainable_token_indices = _token_rows(model, token_ids)
-    # PEFT draws on the CPU: no strategy, no GPU and no earlier draw changes what a seed begins with
+    # PEFT draws on the CPU: the initial weights of a seed do not depend on strategy, GPU or earlier
+    # draws
     torch.default_generator.manual_seed(config.train.seed)
     adapted = expert_adapters.add_adapters(model, adapters, lora.experts == "shared")
     if config.model.adapter and not config.train.resume_from:
@@ -78,7 +79,7 @@ def add_adapters(
 def trainable_token_ids(config: Config) -> list[int]:
     """Return the ids of the tokens whose rows are trained in addition to adapters, in order.
 
-    Raises: ConfigError for a text that is no single token of the tokenizer.
+    Raises: ConfigError for a text that is not a single token of the tokenizer.
     """
     tokens = config.trained_tokens
     if not tokens:
@@ -104,7 +105,7 @@ def _check_layers(model: PreTrainedModel, layers: list[int]) -> None:
 
 
 def _target_names(model: PreTrainedModel, lora: LoraSection) -> list[str]:
-    """Return the targets as names: PEFT chooses layers for a list of names alone."""
+    """Return the targets as names: PEFT can restrict layers only for a list of names."""
     if isinstance(lora.target_modules, list):
         return lora.target_modules
     head = model.get_output_embeddings()
@@ -116,9 +117,9 @@ def _target_names(model: PreTrainedModel, lora: LoraSection) -> list[str]:
 
 
 def _find_modules(model: nn.Module, wanted: list[str]) -> list[str]:
-    """Return the full names of the modules to train whole.
+    """Return the full names of the modules to train in full.
 
-    PEFT would take every module whose name ends alike: input_layernorm for norm.
+    PEFT would train every module whose name has the same ending: input_layernorm for norm.
 
     Raises: ConfigError for a name that the model lacks, or of a module that cannot be trained.
     """
@@ -155,7 +156,7 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def _token_rows(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[str, list[int]]:
-    """Return the rows to train of each matrix; PEFT finds a tied head by itself."""
+    """Return the rows of each matrix to train; PEFT finds a tied head by itself."""
     rows = {_name_of(model, model.get_input_embeddings()): list(token_ids)}
     head = model.get_output_embeddings()
     if head is not None and not _is_tied(model):
@@ -168,7 +169,7 @@ def _name_of(model: nn.Module, wanted: nn.Module) -> str:
 
 
 def _train_modules_in_float32(model: PeftModel) -> None:
-    """Train whole modules in float32, while they read and write the type of the base.
+    """Train these modules in float32, while their inputs and outputs keep the base's dtype.
 
     A 16-bit weight would round most updates away.
     """
@@ -194,5 +195,5 @@ def _cast_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ..
 def _cast_output(
     dtype: torch.dtype, module: nn.Module, args: tuple[Tensor, ...], output: Tensor
 ) -> Tensor:
-    """Cast the output to the dtype of the model around it."""
+    """Cast the output to the dtype of the surrounding model."""
     return output.to(dtype)

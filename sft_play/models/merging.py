@@ -1,11 +1,11 @@
 """Merge an adapter into its base: tensor by tensor, or in memory if that is not possible.
 
 Tensor by tensor, the model and its adapter are built without weights. PEFT's layers compute each
-merged weight, in float32, from the tensor that is read; every other tensor is copied. So the memory
-is that of one shard and the adapter, whatever the size of the base.
+merged weight, in float32, from the tensor that is read. Every other tensor is copied. So the merge
+needs memory only for one shard and the adapter, for any base size.
 
-An adapter that was trained over a quantized base may be merged into that base as training computed
-with it: rounded to 4 bits or to float8, and unpacked again.
+An adapter that was trained over a quantized base can be merged into the base as training used it.
+That base is rounded to 4 bits or to float8, and unpacked again.
 """
 
 import functools
@@ -53,7 +53,7 @@ Change = Callable[[Tensor], Tensor]  # of a weight in float32
 
 
 class CannotStream(Exception):
-    """The base's files do not hold the model's tensors one by one; its text says why."""
+    """The base's files do not contain the model's tensors one by one; the message says why."""
 
 
 @dataclass
@@ -62,20 +62,20 @@ class Skeleton:
 
     model: PreTrainedModel
     changes: dict[str, Change]  # by the name of the changed parameter
-    deltas: dict[str, Callable[[], Tensor]]  # of experts' parameters: what is added
+    deltas: dict[str, Callable[[], Tensor]]  # what is added to experts' parameters
     embedding: str  # the name of its weight
-    untied_head: str | None  # that of an output head that changed, and was the embedding before
+    untied_head: str | None  # name of an output head that changed and was tied before
     pieces: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of the latest deltas
 
 
 @dataclass(frozen=True)
 class Merge:
-    """How an adapter becomes part of its base."""
+    """How an adapter is merged into its base."""
 
     config: Config
     adapter: Path
-    dtype: torch.dtype | None = None  # of what is written; None is that of each tensor of the base
-    quantization: Quantization | None = None  # round the base as training did
+    dtype: torch.dtype | None = None  # of the result; None is each base tensor's dtype
+    quantization: Quantization | None = None  # round the base as in training
     base_dtype: torch.dtype | None = None  # of the weights that were quantized in training
 
 
@@ -122,10 +122,10 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
 def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
     """Merge in memory; write the merged model to `target` and return it.
 
-    For bases whose files have other tensors than the model, such as experts in MXFP4.
+    This is for bases whose files contain other tensors than the model, e.g. experts in MXFP4.
     """
     plain = {"tuning.mode": "lora", "tuning.base_dtype": "auto"}
-    # weights are summed here, and attention computes nothing
+    # only weights are summed here; attention is not computed
     unquantized = merge.config.changed({**plain, "model.attn_implementation": "auto"})
     base = load_base(unquantized, Process.alone(torch.device("cpu")), dtype="auto")
     if merge.quantization is not None:
@@ -143,9 +143,9 @@ def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
 
 
 def build_skeleton(merge: Merge) -> Skeleton:
-    """Return the model and what the adapter changes in it.
+    """Return the model and the changes that the adapter makes to it.
 
-    Raises: CannotStream if the model cannot be built so; CheckpointError for an adapter that
+    Raises: CannotStream if the model cannot be built this way; CheckpointError for an adapter that
     lacks tensors.
     """
     stored = stored_config(merge.config)
@@ -167,14 +167,15 @@ def build_skeleton(merge: Merge) -> Skeleton:
         if isinstance(model.get_output_embeddings(), LoraLayer):
             untied_head = head
         else:
-            del changes[head]  # written as the embedding
+            del changes[head]  # written together with the embedding
     return Skeleton(model, changes, deltas, embedding, untied_head)
 
 
 def without_memory(model: PreTrainedModel) -> None:
-    """Put zeros that share one element in the place of a model's weights on the meta device.
+    """Replace a model's meta weights by zeros that share one element.
 
-    PEFT moves adapters to the device of their weight, and would lose them to the meta device.
+    PEFT moves adapters to the device of their weight. On the meta device they would lose their
+    values.
     """
     zero = torch.zeros(())
     made: dict[int, nn.Parameter] = {}  # by identity: tied weights stay tied
@@ -188,7 +189,7 @@ def without_memory(model: PreTrainedModel) -> None:
 
 
 def refuse_missing(adapted: PeftModel, folder: Path) -> None:
-    """Raise CheckpointError if an adapter's file lacks what its config names."""
+    """Raise CheckpointError if an adapter's file lacks tensors that its config requires."""
     wanted = published_state(adapted)
     with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
         missing = sorted(wanted.keys() - set(file.keys()))
@@ -200,7 +201,7 @@ def refuse_missing(adapted: PeftModel, folder: Path) -> None:
 
 
 def find_changes(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Callable[[], Tensor]]]:
-    """Return what an adapter does to each parameter of its base."""
+    """Return what an adapter changes in each parameter of its base."""
     changes: dict[str, Change] = {}
     deltas: dict[str, Callable[[], Tensor]] = {}
     for path, module in adapted.base_model.model.named_modules():
@@ -219,16 +220,16 @@ def find_changes(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Calla
 
 
 def match_tensors(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) -> dict[str, str]:
-    """Return the model's parameter by the name of each tensor of the base.
+    """Return the model's parameter for each tensor name of the base.
 
-    Raises: CannotStream if a changed parameter is not there as such.
+    Raises: CannotStream if a changed parameter is not stored in that form.
     """
     if not tensors:
         raise CannotStream("the base has no safetensors files here")
     shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
     sources: dict[str, str] = {}
     for name, parameter in _named_as_loaded(skeleton.model).items():
-        # a base may store as one what transformers saves in pieces, such as Qwen3.5's experts
+        # a base may store as one tensor what transformers saves in pieces, e.g. Qwen3.5's experts
         pieces = {name: parameter} | as_saved(skeleton.model, name, parameter)
         for piece, tensor in pieces.items():
             if shapes.get(piece) == tuple(tensor.shape):
@@ -242,12 +243,12 @@ def match_tensors(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) ->
 
 
 def in_float32(tensor: Tensor) -> Tensor:
-    """Return a copy in float32: PEFT adds to the tensor that it is given."""
+    """Return a copy in float32, because PEFT adds to its input tensor in place."""
     return tensor.to(torch.float32, copy=True)
 
 
 def _merged(layer: LoraLayer, weight: Tensor) -> Tensor:
-    """Return what PEFT merges into a linear layer's weight."""
+    """Return the merged weight of a linear layer, computed by PEFT."""
     base = layer.get_base_layer()
     empty = base.weight
     base.weight = nn.Parameter(weight, requires_grad=False)
@@ -271,7 +272,7 @@ def _with_rows(adapter: nn.Module, name: str, weight: Tensor) -> Tensor:
 
 
 def _replaced(trained: Tensor, name: str, weight: Tensor) -> Tensor:
-    """Return a weight that was trained whole."""
+    """Return a weight that was trained in full."""
     if trained.shape != weight.shape:
         raise CheckpointError(
             f"{name}: the adapter holds {tuple(trained.shape)}, and the base has "
@@ -281,7 +282,7 @@ def _replaced(trained: Tensor, name: str, weight: Tensor) -> Tensor:
 
 
 def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
-    """Return what is added to each tensor of a parameter, which files may store in several."""
+    """Return the change of each tensor of a parameter, which files may store in several tensors."""
     kept = skeleton.pieces
     if parameter not in kept:
         while len(kept) > 1:  # a layer's experts are two parameters
@@ -294,7 +295,7 @@ def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
 def as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return a parameter as transformers saves it: under another name, or in pieces."""
     twin: PreTrainedModel | None = vars(model).get("plain_twin")
-    if twin is None:  # conversions ask it for parameters, by their names without adapters
+    if twin is None:  # conversions look up its parameters, by their names without adapters
         twin = vars(model)["plain_twin"] = empty_twin(model)
         conversions = get_model_conversion_mapping(twin, add_legacy=False)
         kept = [entry for entry in conversions if not isinstance(entry, PrefixChange)]
@@ -308,7 +309,7 @@ def as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Ten
 
 
 def _named_as_loaded(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of a model without those of its adapter, by their names without it."""
+    """Return the tensors of a model without its adapter, by their names without the adapter."""
     named: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if any(part in name for part in ("lora_", "modules_to_save", "token_adapter.trainable")):
@@ -319,7 +320,7 @@ def _named_as_loaded(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _weight_name(model: PreTrainedModel, wanted: nn.Module | None) -> str | None:
-    """Return the name of a module's weight without its adapter; None for no module."""
+    """Return the name of a module's weight without its adapter; None if there is no module."""
     for name, module in model.named_modules():
         if module is wanted:
             plain = name.replace(".token_adapter.base_layer", "").replace(".original_module", "")
@@ -332,7 +333,7 @@ def training_quantization(
 ) -> tuple[str, Quantization] | None:
     """Return how a run's base was quantized, in words and as a config; None if it was not.
 
-    A base whose files are in 4 bits was trained as it is stored.
+    If the files of the base are in 4 bits, training used them as they are.
     """
     found = stored_format(config, stored_config(config))
     if found is not None and found.way == "packed":
@@ -347,8 +348,8 @@ def training_quantization(
 def quantized_names(model: PreTrainedModel, merge: Merge) -> set[str]:
     """Return the names of the parameters that training rounded in a model of this kind.
 
-    Not those of experts in MXFP4, which it left as they are. The model may have adapters and no
-    weights.
+    Experts in MXFP4 are not included, because training did not change them. The model may have
+    adapters and no weights.
     """
     if isinstance(merge.quantization, BitsAndBytesConfig):
         names = packed_names(model, merge.quantization)
@@ -360,7 +361,7 @@ def quantized_names(model: PreTrainedModel, merge: Merge) -> set[str]:
 
 
 def rounded(weight: Tensor, quantization: Quantization) -> Tensor:
-    """Return a weight as a quantized base computes with it."""
+    """Return a weight with the values that a quantized base computes with."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(quantization, BitsAndBytesConfig):
         return unpack(pack(weight.to(device), quantization)).to(weight.device)

@@ -1,11 +1,11 @@
-"""Experts in MXFP4, as gpt-oss publishes them: packed again without a loss, and unpacked.
+"""Pack experts in MXFP4 without loss, as gpt-oss publishes them, and unpack them.
 
     w = code 2^(exponent - 127),  code one of 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 
-32 weights along the features that are read share an exponent, and the first of two codes lies in
-the low bits of a byte (OCP Microscaling Formats, version 1.0, 5.3.3). Files are read as numbers
-(`stored_weights`). Those of a block have an exponent with which each is a code: here it is the one
-that makes the largest 4 or 6, which need not be the one in the file.
+32 weights along the input features share an exponent. The first of two codes is in the low bits of
+a byte (OCP Microscaling Formats, version 1.0, 5.3.3). Files are read as numbers (`stored_weights`).
+Each block has an exponent for which all its numbers are codes. This module uses the exponent that
+makes the largest number 4 or 6. It may differ from the one in the file.
 
 Legend: E experts.
 """
@@ -20,19 +20,19 @@ from torch import Tensor
 SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MXFP4 = (*SIZES, *(-size for size in SIZES))
 BLOCK = 32
-BLOCKS_AT_ONCE = 1 << 18  # that are written: each number takes some 30 bytes meanwhile
+BLOCKS_AT_ONCE = 1 << 18  # packed at a time: each number needs about 30 bytes meanwhile
 BIAS = 127  # of an exponent
-LARGEST = 2  # the exponent of 4, in which the largest code is written
+LARGEST = 2  # the exponent of 4; the largest code has it
 
 
 @dataclass
 class Mxfp4State:
-    """What bitsandbytes' QuantState says of its own formats."""
+    """Has the attributes of bitsandbytes' QuantState for its formats."""
 
     absmax: Tensor  # uint8: the exponent of each block
     shape: torch.Size  # of the weight
     dtype: torch.dtype
-    is_turned: bool  # stored (E, out, in) of a weight (E, in, out)
+    is_turned: bool  # stored (E, out, in), while the weight is (E, in, out)
     quant_type = "mxfp4"
     blocksize = BLOCK
     nested = False
@@ -44,12 +44,12 @@ class Mxfp4State:
 
 
 def is_turned(state: Any) -> bool:
-    """Return whether a packed weight, of any format, lies in memory with its last sides swapped."""
+    """Return whether a packed weight, of any format, is stored with its last dimensions swapped."""
     return isinstance(state, Mxfp4State) and state.is_turned
 
 
 def stored_shape(state: Any) -> tuple[int, ...]:
-    """Return the shape of a packed weight, of any format, as it lies in memory."""
+    """Return the shape in which a packed weight, of any format, is stored."""
     if not is_turned(state):
         return tuple(state.shape)
     experts, first, second = state.shape
@@ -57,7 +57,7 @@ def stored_shape(state: Any) -> tuple[int, ...]:
 
 
 def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
-    """Return a 3-D weight in MXFP4, None if not every number of it can be written so."""
+    """Return a 3-D weight in MXFP4, None if MXFP4 cannot represent every number exactly."""
     stored = weight.transpose(1, 2) if is_turned else weight
     if stored.shape[-1] % BLOCK:
         return None
@@ -85,7 +85,7 @@ def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
 
 
 def _written(blocks: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return codes, two a byte, and exponents of blocks (N, 32), None if one is not exact."""
+    """Return codes, two per byte, and exponents of blocks (N, 32), None if one is not exact."""
     largest = blocks.abs().amax(1)
     exponent = (torch.frexp(largest).exponent - 1 - LARGEST).clamp(-BIAS, BIAS)
     sizes = torch.tensor(SIZES, device=blocks.device)
@@ -99,7 +99,7 @@ def _written(blocks: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def unpack(packed: Tensor, state: Mxfp4State) -> Tensor:
-    """Return the weight, expert by expert: an index takes 16 times the bytes of its codes."""
+    """Return the weight, unpacked per expert: an index needs 16 times the bytes of its codes."""
     numbers = torch.tensor(MXFP4, dtype=state.dtype, device=packed.device)
     shape = stored_shape(state)
     weight = numbers.new_empty(shape)

@@ -14,8 +14,8 @@ from transformers import Adafactor, PreTrainedModel
 class Muon(Optimizer):
     """Muon for some matrices and AdamW for all other parameters, with one state and one schedule.
 
-    The update of a matrix has the RMS of AdamW's (`match_rms_adamw`), so both have the learning
-    rate and the weight decay of AdamW (Moonshot, arXiv 2502.16982).
+    The update of a matrix has the RMS of AdamW's update (`match_rms_adamw`), so both use AdamW's
+    learning rate and weight decay (Moonshot, arXiv 2502.16982).
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Muon(Optimizer):
         super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {"lr": lr})
 
     def step(self, closure: None = None) -> None:
-        """Step both. A checkpoint that was loaded has replaced groups and state."""
+        """Step both optimizers. Loading a checkpoint has replaced groups and state."""
         for part, is_muon in ((self.muon, True), (self.adamw, False)):
             groups = self.param_groups
             part.param_groups = [group for group in groups if ("momentum" in group) == is_muon]
@@ -45,7 +45,7 @@ class Muon(Optimizer):
 
 
 def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return what Muon steps: the trained 2-D weights of modules, but for embeddings and head."""
+    """Return what Muon steps: the trained 2-D weights of modules, except embeddings and head."""
     head = model.get_output_embeddings()
     left_out = [each for each in model.modules() if each is head or isinstance(each, nn.Embedding)]
     others = {id(module.weight) for module in left_out}
@@ -56,8 +56,8 @@ def hidden_matrices(model: PreTrainedModel) -> list[nn.Parameter]:
     ]
 
 
-# The optimizers that Trainer creates for train.optim. A paged state has the same bytes, but the
-# driver may move them to the host.
+# The optimizers that Trainer creates for train.optim. A paged state has the same size, but the
+# driver may move it to the host.
 OPTIMIZERS: dict[str, Any] = {
     "adamw_torch": AdamW,
     "adamw_torch_fused": partial(AdamW, fused=True),

@@ -12,7 +12,7 @@ try:
 except ImportError:
 
     class Missing:
-        """Any name of Triton. As a decorator it returns the function unchanged."""
+        """Stands in for any name of Triton. As a decorator it returns the function unchanged."""
 
         def __getattr__(self, name: str) -> Self:
             return self

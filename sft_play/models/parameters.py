@@ -1,4 +1,4 @@
-"""Parameters of a model: of adapters and of the base, counted, and the tensors that store them."""
+"""Count the parameters of adapters and of the base, and find the tensors that store them."""
 
 import logging
 from collections import Counter
@@ -18,18 +18,18 @@ from sft_play.models.sharding import own_part
 logger = logging.getLogger(__name__)
 
 
-# Of all weights: what stays in 16 bits for no known reason and is more than this is a warning
+# A warning is logged if a larger fraction of all weights stays in 16 bits for no known reason
 MAX_UNEXPLAINED = 0.01
 KNOWN = ("embeddings", "output head", "norms and biases", "routers", "encoders")
 
 
 @dataclass(frozen=True)
 class PackedWeights:
-    """Numbers of weights of a 4-bit model."""
+    """The numbers of packed and unpacked weights of a 4-bit model."""
 
     packed: int
     kept: dict[str, int]  # in 16 bits, by a kind of KNOWN or by the parameter's name
-    dtype: torch.dtype  # of what is kept
+    dtype: torch.dtype  # of the weights in 16 bits
 
     @property
     def total(self) -> int:
@@ -38,7 +38,7 @@ class PackedWeights:
 
     @property
     def unexplained(self) -> dict[str, int]:
-        """Return what stays in 16 bits for no known reason."""
+        """Return the weights that stay in 16 bits for no known reason."""
         return {name: count for name, count in self.kept.items() if name not in KNOWN}
 
     def line(self) -> str:
@@ -52,7 +52,7 @@ class PackedWeights:
 
 
 class ParameterCount(NamedTuple):
-    """Numbers of parameters of a model."""
+    """The numbers of parameters of a model."""
 
     trainable: int
     total: int
@@ -66,14 +66,14 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def base_tensors(model: nn.Module) -> Iterator[Tensor]:
-    """Yield the stored tensors of all parameters that belong to no adapter."""
+    """Yield the stored tensors of all parameters that do not belong to an adapter."""
     adapter_ids = {id(parameter) for parameter in adapter_parameters(model)}
     base = [parameter for parameter in model.parameters() if id(parameter) not in adapter_ids]
     yield from stored_tensors(base)
 
 
 def stored_tensors(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """Yield what stores parameters on this rank, with ZeRO-3's shards and 4-bit constants."""
+    """Yield the tensors that store parameters on this rank: ZeRO-3 shards, 4-bit constants."""
     for parameter in parameters:
         yield own_part(parameter)
         if hasattr(parameter, "ds_tensor"):  # this rank's shard under ZeRO-3
@@ -87,7 +87,7 @@ def stored_tensors(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """Count parameters. Partitioned (ZeRO-3) and packed 4-bit weights count in full."""
+    """Count parameters. Sharded (ZeRO-3) and packed 4-bit weights count in full."""
     trainable = 0
     total = 0
     for parameter in model.parameters():
@@ -99,15 +99,15 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 
 def stored_weights(parameter: nn.Parameter) -> int:
-    """Return the number of weights that a parameter stores: in full if it is partitioned."""
+    """Return the number of weights that a parameter stores: in full if it is sharded."""
     count = getattr(parameter, "ds_numel", None) or parameter.numel()
     if hasattr(parameter, "quant_state"):
-        count *= parameter.element_size() * 2  # two 4-bit weights in a byte
+        count *= parameter.element_size() * 2  # two 4-bit weights per byte
     return count
 
 
 def log_packed(model: PreTrainedModel) -> None:
-    """Log what is stored in 4 bits; warn if much is not for no known reason."""
+    """Log what is stored in 4 bits; warn if many weights are not, for no known reason."""
     weights = packed_weights(model)
     logger.info("%s", weights.line())
     unexplained = sum(weights.unexplained.values())
@@ -121,7 +121,7 @@ def log_packed(model: PreTrainedModel) -> None:
 
 
 def packed_weights(model: PreTrainedModel) -> PackedWeights:
-    """Count the weights of a 4-bit model without adapters."""
+    """Return the numbers of weights of a 4-bit model without adapters."""
     packed = 0
     kept = Counter[str]()
     dtype = torch.float32
@@ -164,7 +164,7 @@ def _kinds(model: PreTrainedModel) -> dict[str, str]:
 
 
 def _largest(names: dict[str, int]) -> list[str]:
-    """Return the names of the largest parameters, and how many more there are."""
+    """Return the names of the largest parameters, and the number of others."""
     by_size = sorted(names, key=lambda name: -names[name])
     more = [f"and {len(by_size) - 3} more"] if len(by_size) > 3 else []
     return by_size[:3] + more

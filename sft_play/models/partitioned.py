@@ -1,14 +1,15 @@
-"""Weights that DeepSpeed's ZeRO-3 divides among the ranks.
+"""Handle weights that DeepSpeed's ZeRO-3 shards across the ranks.
 
-DeepSpeed gathers a module's own weights by hooks, before the module's forward pass and around its
-backward pass. Fused functions read weights of modules that they do not call. So the weights of a
-decoder layer are registered with the layer, which gathers them at once: before its forward pass, in
-which they are freed, and again around its backward pass.
+DeepSpeed gathers a module's direct weights by hooks, before the module's forward pass and around
+its backward pass. Fused functions read weights of modules that they do not call. So the weights of
+a decoder layer are registered with the layer. The layer gathers them all before its forward pass,
+frees them during it, and gathers them again around its backward pass.
 
-Gathered again, a weight lies elsewhere in memory. A function keeps the parameter for its backward
-pass, and no tensor made of it.
+A weight that is gathered again has another memory address. A function stores the parameter for its
+backward pass, and no tensor derived from it.
 
-Until DeepSpeed's engine is there, nothing gathers weights: `gathered` and `gathering_layers` do.
+Until DeepSpeed's engine exists, nothing gathers weights. `gathered` and `gathering_layers` gather
+them.
 """
 
 import contextlib
@@ -26,17 +27,17 @@ FREED = "NOT_AVAILABLE"  # DeepSpeed's ZeroParamStatus of a weight that is not g
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """Return whether ZeRO-3 divides a parameter."""
+    """Return whether ZeRO-3 shards a parameter."""
     return hasattr(parameter, "ds_id")
 
 
 def is_gatherable(parameter: Tensor) -> bool:
-    """Return whether a parameter can be computed with once it is gathered."""
+    """Return whether a parameter can be used in computations once it is gathered."""
     return not (is_partitioned(parameter) and isinstance(parameter, Params4bit))
 
 
 def is_missing(parameter: Tensor) -> bool:
-    """Return whether a parameter is gathered with its own module alone, and not with its layer."""
+    """Return whether a parameter is gathered only with its module, not with its layer."""
     return is_partitioned(parameter) and not hasattr(parameter, "is_gathered_with_layer")
 
 
@@ -62,7 +63,7 @@ def is_hooked_by_deepspeed(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def gathered(parameters: Iterable[Tensor | None]) -> Iterator[None]:
-    """Keep parameters whole that ZeRO-3 has freed. Every rank must enter it with the same ones."""
+    """Gather parameters that ZeRO-3 has freed. All ranks must pass the same parameters."""
     divided = [each for each in parameters if each is not None and is_partitioned(each)]
     freed = [parameter for parameter in divided if parameter.ds_status.name == FREED]
     if not freed:
@@ -78,9 +79,9 @@ def gathered(parameters: Iterable[Tensor | None]) -> Iterator[None]:
 
 
 def units_by_module(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return the layer that each module belongs to, the model for those outside of layers.
+    """Return the layer of each module, or the model for modules outside of layers.
 
-    {} for a model that ZeRO-3 does not divide.
+    Return {} for a model that ZeRO-3 does not shard.
     """
     if not any(is_partitioned(parameter) for parameter in model.parameters()):
         return {}
@@ -99,7 +100,7 @@ def parameters_of(unit: nn.Module, units: dict[nn.Module, nn.Module]) -> list[nn
 
 @contextlib.contextmanager
 def gathering_layers(model: nn.Module) -> Iterator[None]:
-    """Gather each layer that ZeRO-3 divides while it runs, as DeepSpeed's engine will."""
+    """Gather each layer that ZeRO-3 shards while it runs, as DeepSpeed's engine will."""
     hooks: list[Any] = []
     for layer in outermost_layers(model):
         parameters = [each for each in layer.parameters() if is_partitioned(each)]

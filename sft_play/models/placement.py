@@ -1,4 +1,4 @@
-"""One model on the GPUs of one process: which GPU stores each block of it (model.device_map).
+"""Place one model on the GPUs of one process: which GPU stores each block (model.device_map).
 
 A block is a layer, or a module outside the layers: the embedding, the last norm, the output head.
 transformers loads each weight to its GPU, and accelerate's hooks move the inputs of every module
@@ -31,7 +31,7 @@ DeviceMap = dict[str, torch.device]  # by module name; "" is the full model
 
 
 class Block(NamedTuple):
-    """A part of a model that one device holds: a module, or a parameter next to the layers."""
+    """A part of a model that one device stores: a module, or a parameter next to the layers."""
 
     name: str
     parameters: list[nn.Parameter]
@@ -41,10 +41,11 @@ class Block(NamedTuple):
 def resolve_device_map(
     config: Config, process: Process, stored: PretrainedConfig | None, most_layers: int = 0
 ) -> DeviceMap:
-    """Return the device of each block of a run's base model, {"": device} if it has one.
+    """Return the device of each block of a run's base model, {"": device} if it has one device.
 
-    `most_layers` is what the plan gives a GPU at most under sequential.
-    Raises: ConfigError for a mapping that the model's modules do not have, or a model without
+    `most_layers` is the plan's maximum number of layers per GPU under sequential.
+
+    Raises: ConfigError for a mapping that does not match the model's modules, or a model without
     layers.
     """
     wanted = config.model.device_map
@@ -68,7 +69,7 @@ def resolve_device_map(
 
 
 def move_inputs_to_embedding(model: PreTrainedModel) -> None:
-    """Move what the decoder gets to the GPU of its embedding, if it makes positions and masks.
+    """Move the decoder's inputs to its embedding's GPU, for the positions and masks it makes.
 
     accelerate's hooks move inputs to the first GPU.
     """
@@ -81,14 +82,14 @@ def move_inputs_to_embedding(model: PreTrainedModel) -> None:
 
 
 def _is_placed(wanted: MapRule | ModuleDevices | None, process: Process) -> bool:
-    """Return whether a map means more than the process's one device."""
+    """Return whether a map specifies more than the process's single device."""
     if wanted is None or process.world_size > 1:
         return False
     return len(process.devices) > 1 or _names_usable_devices(wanted, process)
 
 
 def _names_usable_devices(wanted: MapRule | ModuleDevices, process: Process) -> bool:
-    """Return whether a mapping's devices are this process's; a run may be used on other ones."""
+    """Return whether this process has a mapping's devices; a run may be used on another machine."""
     if not isinstance(wanted, dict):
         return False
     if not process.is_gpu:
@@ -97,7 +98,7 @@ def _names_usable_devices(wanted: MapRule | ModuleDevices, process: Process) -> 
 
 
 def _blocks(module: nn.Module, name: str, layers: set[nn.Module]) -> Iterator[Block]:
-    """Yield the blocks of a module in the order in which it names them."""
+    """Yield the blocks of a module in the order of its children."""
     if module in layers or not any(child in layers for child in module.modules()):
         yield Block(name, list(module.parameters()), module in layers)
         return
@@ -111,11 +112,11 @@ def _blocks(module: nn.Module, name: str, layers: set[nn.Module]) -> Iterator[Bl
 def _places(
     blocks: list[Block], rule: MapRule, is_packed: bool, process: Process, most_layers: int
 ) -> list[int]:
-    """Return the number of the GPU of each block by a rule."""
+    """Return the GPU index of each block by a rule."""
     numbers = [number for number, block in enumerate(blocks) if block.is_layer]
     first, behind = numbers[0], numbers[-1] + 1
     sizes: list[int] = []
-    seen: set[nn.Parameter] = set()  # tied ones count where they come first
+    seen: set[nn.Parameter] = set()  # tied parameters count where they appear first
     for block in blocks:
         own = [parameter for parameter in block.parameters if parameter not in seen]
         seen.update(own)
@@ -143,9 +144,10 @@ def _bytes(parameters: list[nn.Parameter], is_packed: bool) -> int:
 def _devices_by_name(
     blocks: list[Block], wanted: ModuleDevices, model: nn.Module
 ) -> list[torch.device]:
-    """Return the device of each block by a mapping: that of the longest name it begins with.
+    """Return the device of each block by a mapping: the longest matching name prefix decides.
 
-    Raises: ConfigError for a name that is none, or is inside a block, and for a block without one.
+    Raises: ConfigError for a name that does not exist or is inside a block, and for a block without
+    a device.
     """
     names = [block.name for block in blocks]
     modules = dict(model.named_modules())
@@ -184,9 +186,9 @@ def _instead(key: str, names: list[str]) -> str:
 
 
 def _shared_together(blocks: list[Block], devices: list[torch.device]) -> DeviceMap:
-    """Return the devices by name, if blocks that share a weight have one.
+    """Return the devices by name; blocks that share a weight get the same device.
 
-    What has no weights, such as rotary positions, is where the model begins.
+    Blocks without weights, e.g. rotary positions, are on the model's first device.
     """
     found: DeviceMap = {}
     first: dict[nn.Parameter, Block] = {}

@@ -1,6 +1,6 @@
-"""Positions of a base: a table of learned ones, or a rope, stretched and with exact angles.
+"""Handle a base's positions: a table of learned ones, or a stretched rope with exact angles.
 
-A table of learned positions, as GPT-2 and OPT have it, ends: after it there is nothing.
+A table of learned positions, as in GPT-2 and OPT, is finite: there is no vector after its end.
 """
 
 import contextlib
@@ -21,16 +21,16 @@ from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-OFFSETS = (0, 2)  # rows of a table before position 0: OPT's has two
+OFFSETS = (0, 2)  # rows of a table before position 0: OPT's table has two
 
 
 def learned_positions(model: nn.Module) -> int | None:
     """Return how many positions a model has a learned vector for, None if it computes them.
 
-    Its table is an embedding, not of tokens, of as many rows as config.json names positions.
+    Its table is an embedding, but not of tokens. It has as many rows as config.json has positions.
     """
     config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)  # GPT-2's n_positions, too
+    positions = getattr(config, "max_position_embeddings", None)  # also GPT-2's n_positions
     if positions is None:
         return None
     for module in model.modules():
@@ -52,9 +52,9 @@ def refuse_longer_rows(model: nn.Module, max_seq_len: int | str | None) -> None:
 
 
 def room_for_answer(model: nn.Module, prompt_tokens: int, limit: int) -> int:
-    """Return how many of `limit` tokens can be generated behind a prompt.
+    """Return how many of `limit` tokens can be generated after a prompt.
 
-    Raises: DataError if the prompt takes all learned positions.
+    Raises: DataError if the prompt uses all learned positions.
     """
     positions = learned_positions(model)
     if positions is None or prompt_tokens + limit <= positions:
@@ -73,11 +73,11 @@ def room_for_answer(model: nn.Module, prompt_tokens: int, limit: int) -> int:
 
 
 def keep_angles_exact(model: nn.Module) -> None:
-    """Let rotary modules compute their angles in float32, whatever other products are rounded to.
+    """Let rotary modules compute angles in float32, even if other multiplications use TF32.
 
-    An angle is a position times a frequency, which transformers computes as a matrix product. If
-    TF32 is allowed, as in 16-bit runs, a GPU may round both to 11 bits: positions over 2,048 become
-    others (seen on a B200: transformers issue 48428).
+    An angle is a position times a frequency, which transformers computes as a matrix
+    multiplication. If TF32 is allowed, as in 16-bit runs, a GPU may round both to 11 bits.
+    Positions over 2,048 then change (seen on a B200: transformers issue 48428).
     """
     for module in model.modules():
         if any(name.endswith("inv_freq") for name in module._buffers):
@@ -97,7 +97,7 @@ def _full_precision() -> Iterator[None]:
 def with_stretched_rope(stored: PretrainedConfig, model: ModelSection) -> PretrainedConfig:
     """Return the config of a base's files with its rope stretched.
 
-    Raises: ConfigError for a base without a rope, or with one for each kind of layer.
+    Raises: ConfigError for a base without a rope, or with a separate rope for each kind of layer.
     """
     wanted = model.rope_scaling
     text = stored.get_text_config()
@@ -121,17 +121,18 @@ def with_stretched_rope(stored: PretrainedConfig, model: ModelSection) -> Pretra
 
 
 def write_rope_beside_adapter(config: Config, trained: PretrainedConfig, folder: Path) -> None:
-    """Write config.json into an adapter's folder if the base's own has another rope.
+    """Write config.json into an adapter's folder if the rope differs from the base's.
 
-    The folder's README.md loads it. transformers takes the folder for a whole model then, and finds
-    no weights: without the file it would load the base with its own rope, without a word.
+    The folder's README.md loads this file. transformers then treats the folder as a full model, and
+    finds no weights. Without the file it would load the base with its original rope, without a
+    warning.
     """
     if config.tuning.mode == "full" or not config.model.rope_scaling.rope_type:
         return
     trained.save_pretrained(folder)
     path = folder / "config.json"
     values = read_json(path)
-    values.pop("quantization_config", None)  # how the base was loaded, not what it is
+    values.pop("quantization_config", None)  # it describes how the base was loaded, not the model
     stored = getattr(stored_config(config), "quantization_config", None)
     if stored is not None:
         values["quantization_config"] = stored

@@ -1,18 +1,19 @@
-"""Base weights that are divided among the ranks, by torch's FSDP2 (`fully_shard`).
+"""Shard base weights across the ranks with torch's FSDP2 (`fully_shard`).
 
-Each decoder layer is a unit: its weights are gathered before its forward pass and freed after it,
-and again around its backward pass, while the next unit's are on their way. What belongs to no layer
-is the root's, the output head above all; it stays whole from the forward to the backward pass.
+Each decoder layer is a unit. Its weights are gathered before its forward pass and freed after it,
+and again around its backward pass. Meanwhile the next unit's weights are being transferred. Weights
+outside the layers belong to the root, mainly the output head. The root stays gathered from the
+forward to the backward pass.
 
-Adapters belong to no unit: every rank holds them whole, in float32, and DDP sums their gradients. A
-frozen unit has nothing to reduce. If every weight is trained, units gather them in the type that
-is computed with and sum gradients in float32.
+Adapters belong to no unit: every rank stores them in full, in float32, and DDP sums their
+gradients. A frozen unit has nothing to reduce. If every weight is trained, units gather them in the
+compute dtype and sum gradients in float32.
 
-With train.fsdp_offload a rank's parts wait in host memory, and what is gathered is on the GPU.
-If every weight is trained, gradients and the optimizer are in host memory too.
+With train.fsdp_offload a rank's shards are in host memory, and gathered weights are on the GPU. If
+every weight is trained, gradients and the optimizer state are in host memory too.
 
-A gathered weight lies in the same memory each time. What the forward pass kept of it is valid again
-in the backward pass, so fused kernels need to know nothing of this.
+A gathered weight has the same memory address each time. References from the forward pass are valid
+again in the backward pass, so fused kernels need no special code.
 """
 
 import contextlib
@@ -42,19 +43,19 @@ from sft_play.models.architecture import encoders_of
 from sft_play.models.stored_weights import changing_weights
 from sft_play.process import Process
 
-MIN_BYTES = 1024  # of a weight worth more than the constants of each tensor
+MIN_BYTES = 1024  # the smallest weight worth the constants of each tensor
 PACKED_TYPE = torch.float32  # of the bytes of 4-bit weights: see `bnb.storage_type`
-OWN_ROWS = "own_rows"  # attribute of a parameter: what this rank keeps of it
+OWN_ROWS = "own_rows"  # attribute of a parameter: this rank's rows of it
 
 
 @contextlib.contextmanager
 def dividing_while_loading(
     process: Process, trains_weights: bool, offloads: bool = False
 ) -> Iterator[None]:
-    """Let from_pretrained divide a model once it is built, on the meta device.
+    """Let from_pretrained shard a model once it is built, on the meta device.
 
-    transformers reads into a divided parameter the rows of this rank alone, so no rank ever holds
-    a whole model, on its GPU or on the host. `offloads` keeps what it reads in host memory.
+    transformers reads only this rank's rows into a sharded parameter. So no rank ever stores a full
+    model, on its GPU or on the host. With `offloads`, the rows stay in host memory.
     """
 
     read_weights = PreTrainedModel._load_pretrained_model
@@ -65,12 +66,12 @@ def dividing_while_loading(
         return read_weights(model, *args)
 
     with contextlib.ExitStack() as stack:
-        # after transformers itself divides a model, by lists of names that few models have
+        # after transformers itself shards a model, by lists of names that few models have
         stack.enter_context(
             patch.object(PreTrainedModel, read_weights.__name__, staticmethod(divide_and_read))
         )
         if offloads:
-            # where transformers makes a rank's part, on the ranks' kind of device
+            # this function of transformers creates a rank's shard, on the ranks' kind of device
             stack.enter_context(
                 patch.object(core_model_loading, "_dtensor_from_local_like", _part_in_host_memory)
             )
@@ -78,9 +79,9 @@ def dividing_while_loading(
 
 
 def _part_in_host_memory(part: Tensor, divided: DTensor) -> DTensor:
-    """Return this rank's part of a divided tensor as a divided tensor whose parts are on hosts.
+    """Return this rank's shard as a DTensor like `divided`, with all its shards on hosts.
 
-    `DTensor.from_local` would move the part to the GPU.
+    `DTensor.from_local` would move the shard to the GPU.
     """
     like = torch.empty_like(divided, device="cpu")
     like.to_local().copy_(part)
@@ -94,11 +95,12 @@ def _divide(
     offloads: bool,
     left_whole: set[nn.Parameter] | None = None,
 ) -> None:
-    """Divide the weights of a model among the ranks.
+    """Shard the weights of a model across the ranks.
 
-    `trains_weights` says that they are trained, and not only adapters; `offloads` keeps a
-    rank's parts in host memory.
-    Raises: ConfigError for a model without layers to divide.
+    `trains_weights` means that weights are trained, and not only adapters. `offloads` stores a
+    rank's shards in host memory.
+
+    Raises: ConfigError for a model without layers to shard.
     """
     policy = MixedPrecisionPolicy()
     if trains_weights and process.compute_dtype != torch.float32:
@@ -108,7 +110,8 @@ def _divide(
             cast_forward_inputs=False,
         )
     layers = outermost_layers(model)
-    # ranks without an image do not run them, and gather nothing; they are a small part
+    # Encoders are not sharded, and are a small part: ranks without an image do not run them, so
+    # they would gather nothing.
     encoders = encoders_of(model).values()
     left_whole = (left_whole or set()).union(*(encoder.parameters() for encoder in encoders))
     inside = {module for encoder in encoders for module in encoder.modules()}
@@ -126,7 +129,7 @@ def _divide(
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if head is not None and head.weight is not embedding.weight:
-        units.append(embedding)  # a tied one is the head, and the root's
+        units.append(embedding)  # a tied embedding is the head, and belongs to the root
     for unit in (*units, model):
         own_class = type(unit)
         fully_shard(
@@ -136,17 +139,17 @@ def _divide(
             offload_policy=offload_policy,
             ignored_params=left_whole,
         )
-        # transformers loads the models of other modules than its own in another way
+        # transformers loads models whose class is from another package in another way
         type(unit).__module__ = own_class.__module__
 
 
 def keeping_own_rows(
     process: Process, offloads: bool = False
 ) -> contextlib.AbstractContextManager[None]:
-    """Let from_pretrained keep of each weight of a layer the rows of this rank, until `_divide`.
+    """Let from_pretrained keep only this rank's rows of each layer's weights, until `_divide`.
 
-    For weights that are quantized as they are read: on every rank the same ones, completely. The
-    parameter has its shape, but no memory.
+    This is for weights that are quantized as they are read: every rank reads and quantizes all of
+    them. The parameter has its shape, but no memory.
     """
 
     def keep(weight: nn.Parameter) -> None:
@@ -169,7 +172,7 @@ def store_as(packed: Params4bit, storage: torch.dtype) -> None:
 
 
 def has_rows_alone(weight: Tensor) -> bool:
-    """Return whether of a weight there are only the rows of this rank: it has no values to read."""
+    """Return whether only this rank's rows of a weight exist: the weight has no values to read."""
     return OWN_ROWS in vars(weight)
 
 
@@ -179,11 +182,11 @@ def divide_quantized(
     offloads: bool,
     check: Callable[[nn.Module], None],
 ) -> None:
-    """Divide a quantized model below adapters, of which this rank has its rows alone until now.
+    """Shard a quantized model below adapters, of which this rank has stored only its rows so far.
 
-    A rank keeps the constants of each block of 4-bit weights whole. FSDP gathers plain bytes, into
-    the same parameter each time: here it becomes bitsandbytes' again, and keeps that. `check` is
-    called with each layer while it is whole.
+    A rank stores the constants of each block of 4-bit weights in full. FSDP gathers plain bytes,
+    into the same parameter each time. This function makes it bitsandbytes' parameter again, and it
+    stays one. `check` is called with each layer while it is gathered.
     """
     adapters = {parameter for parameter in model.parameters() if parameter.requires_grad}
     packed: dict[tuple[nn.Module, str], dict[str, Any]] = {}
@@ -229,7 +232,7 @@ def run_within(
 ) -> list[RemovableHandle]:
     """Let a module's forward passes run inside a context; return the hooks.
 
-    It is left in any case: checkpointing leaves its second pass by an exception.
+    The context is always left, also if checkpointing ends its second pass with an exception.
     """
     running = contextlib.ExitStack()
 
@@ -246,10 +249,10 @@ def run_within(
 
 
 def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
-    """Return the layers of all stacks of a model, vision parts included."""
+    """Return the layers of all stacks of a model, including vision parts."""
     found: list[GradientCheckpointingLayer] = []
     inside: set[nn.Module] = set()
-    for module in model.modules():  # a module comes before what it holds
+    for module in model.modules():  # a module comes before its children
         if isinstance(module, GradientCheckpointingLayer) and module not in inside:
             found.append(module)
             inside.update(module.modules())
@@ -258,9 +261,9 @@ def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 @torch.no_grad()
 def move_undivided(model: nn.Module, process: Process) -> None:
-    """Move what FSDP does not divide to this rank's device, if it was loaded to the host.
+    """Move what FSDP does not shard to this rank's device, if it was loaded to the host.
 
-    Those are buffers, and adapters that PEFT has put on their modules.
+    This includes buffers, and adapters that PEFT has put on their module's device.
     """
     for module in model.modules():
         for owned in (module._buffers, module._parameters):
@@ -274,7 +277,7 @@ def move_undivided(model: nn.Module, process: Process) -> None:
 
 
 def device_of(tensor: Tensor) -> torch.device:
-    """Return the device that a weight computes on: of a divided one, its ranks'."""
+    """Return the device that a weight computes on: for a sharded one, the device of its ranks."""
     if not isinstance(tensor, DTensor):
         return tensor.device
     kind = tensor.device_mesh.device_type
@@ -282,25 +285,25 @@ def device_of(tensor: Tensor) -> torch.device:
 
 
 def is_divided(model: nn.Module) -> bool:
-    """Return whether FSDP has divided weights of a model."""
+    """Return whether FSDP has sharded weights of a model."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def trains_divided(model: nn.Module) -> bool:
-    """Return whether divided weights are trained, and not only adapters."""
+    """Return whether sharded weights are trained, and not only adapters."""
     return any(isinstance(p, DTensor) and p.requires_grad for p in model.parameters())
 
 
 def own_part(tensor: Tensor) -> Tensor:
-    """Return the rows of a divided tensor that this rank holds; any other as it is."""
+    """Return this rank's rows of a sharded tensor; return any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def start(base: PreTrainedModel, process: Process) -> None:
-    """Run one token through a divided model, once it is known which weights are trained.
+    """Run one token through a sharded model, after it is known which weights are trained.
 
-    FSDP takes the first unit that runs for the root, and so it must be the root.
+    FSDP treats the first unit that runs as the root, so that unit must be the root.
     """
     if not is_divided(base):
         return
@@ -312,9 +315,9 @@ def start(base: PreTrainedModel, process: Process) -> None:
 
 
 def units_by_module(model: nn.Module) -> dict[nn.Module, FSDPModule]:
-    """Return the unit that each module's weights belong to, {} for a model that is not divided."""
+    """Return the unit that each module's weights belong to, {} for a model that is not sharded."""
     found: dict[nn.Module, FSDPModule] = {}
-    for module in model.modules():  # a unit comes before those inside it
+    for module in model.modules():  # a unit comes before the units inside it
         if isinstance(module, FSDPModule):
             found.update(dict.fromkeys(module.modules(), module))
     return found
@@ -322,7 +325,7 @@ def units_by_module(model: nn.Module) -> dict[nn.Module, FSDPModule]:
 
 @contextlib.contextmanager
 def gathered(unit: FSDPModule) -> Iterator[None]:
-    """Keep a unit's weights whole, to run modules inside it by themselves."""
+    """Gather a unit's weights in this context, to run modules inside it by themselves."""
     unit.unshard()
     try:
         yield
@@ -331,7 +334,7 @@ def gathered(unit: FSDPModule) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the weights that the last forward pass has left whole."""
+    """Free the weights that are still gathered after the last forward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -339,9 +342,9 @@ def reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def resharding(model: nn.Module) -> Iterator[None]:
-    """Free, on leaving, the weights that a forward pass without a backward pass has left whole.
+    """Free, on exit, the weights still gathered after a forward pass without a backward pass.
 
-    Reading weights to save them frees these too, but on the main rank alone: the ranks would then
+    Reading weights to save them frees these too, but only on the main rank. The ranks would then
     disagree about what the next forward pass has to gather.
     """
     try:
@@ -351,17 +354,17 @@ def resharding(model: nn.Module) -> Iterator[None]:
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with the same children and weights; of a unit without FSDP."""
+    """Return a copy of a module with the same children and weights; a unit's copy has no FSDP."""
     if not isinstance(module, FSDPModule):
         return copy.copy(module)
-    own_class = type(module).__bases__[1]  # fully_shard has put FSDPModule before it
+    own_class = type(module).__bases__[1]  # fully_shard has put FSDPModule first
     copied = own_class.__new__(own_class)
     copied.__dict__ = {**vars(module), "_forward_hooks": {}, "_forward_pre_hooks": {}}
     return copied
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return all weights whole, tied ones once, in the main rank's host memory; {} on others.
+    """Return all full weights, tied ones once, in the main rank's host memory; {} on other ranks.
 
     Every rank must call it.
     """

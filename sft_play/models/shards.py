@@ -1,4 +1,4 @@
-"""Weight files, tensor by tensor: the memory is that of one shard, whatever the model's size."""
+"""Read and write weight files tensor by tensor: this needs memory for only one shard."""
 
 import functools
 import json
@@ -24,19 +24,19 @@ CHECKED_AT_A_TIME = 1 << 24  # weights; the check makes copies
 
 @dataclass
 class ShardWriter:
-    """Writes tensors to files of at most SHARD_BYTES, and the index of them."""
+    """Writes tensors to files of at most SHARD_BYTES, and their index."""
 
     folder: Path
-    names: list[list[str]] = field(default_factory=list)  # of the tensors of each written file
+    names: list[list[str]] = field(default_factory=list)  # of the tensors in each written file
     total: int = 0
     float_types: set[torch.dtype] = field(default_factory=set)  # of the tensors
     _held: dict[str, Tensor] = field(default_factory=dict)
     _bytes: int = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor. Raises: CheckpointError if it holds NaN or infinity."""
+        """Add a tensor. Raises: CheckpointError if it contains NaN or infinity."""
         parts = tensor.flatten().split(CHECKED_AT_A_TIME)
-        # torch has no such check for 8 bits
+        # torch has no isfinite for 8 bits
         if tensor.dtype.itemsize > 1 and not all(torch.isfinite(part).all() for part in parts):
             raise CheckpointError(f"{name}: the merged weight holds NaN or infinity")
         if tensor.is_floating_point():
@@ -47,7 +47,7 @@ class ShardWriter:
         self._bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Write what is left, give the files their names, and write the index."""
+        """Write the remaining tensors, rename the files, and write the index."""
         self._flush()
         count = len(self.names)
         where: dict[str, str] = {}
@@ -72,7 +72,7 @@ class ShardWriter:
 
 @dataclass
 class Reader:
-    """Reads files one after the other; each is reopened after SHARD_BYTES, so pages are freed."""
+    """Reads files one after another; each is reopened after SHARD_BYTES to free its pages."""
 
     _path: Path | None = None
     _file: safe_open | None = None
@@ -93,7 +93,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class InFile:
-    """A tensor in a file, read when it is indexed; as safetensors' slices are."""
+    """A tensor in a file, read when it is indexed, like safetensors' slices."""
 
     reader: Reader
     path: Path
@@ -110,7 +110,7 @@ class InFile:
 
 
 def tensor_files(config: Config) -> dict[str, Path]:
-    """Return the file of each tensor of a base that is on disk."""
+    """Return the file of each tensor of a base, if the base is on disk."""
     return _files(functools.partial(_on_disk, config))
 
 
@@ -120,7 +120,7 @@ def files_in(folder: Path) -> dict[str, Path]:
 
 
 def _files(find: Callable[[str], Path | None]) -> dict[str, Path]:
-    """As in transformers, a single weight file is preferred to an index of shards."""
+    """Return the file of each tensor; like transformers, prefer one file to an index of shards."""
     single = find(SAFE_WEIGHTS_NAME)
     if single:
         with safe_open(single, framework="pt") as file:
@@ -134,7 +134,7 @@ def _files(find: Callable[[str], Path | None]) -> dict[str, Path]:
 
 
 def _on_disk(config: Config, name: str) -> Path | None:
-    """Return a file of the model in its folder or in the hub's cache, None if it is not there."""
+    """Return a file of the model in its folder or in the hub's cache, None if it is missing."""
     folder = Path(config.model.name)
     if folder.is_dir():
         path = folder / name
@@ -144,7 +144,7 @@ def _on_disk(config: Config, name: str) -> Path | None:
 
 
 def tensors_in(files: Mapping[str, Path]) -> dict[str, InFile]:
-    """Return the tensors of files by name, those of a file behind each other."""
+    """Return the tensors of files by name, sorted by file."""
     reader = Reader()
     ordered = sorted(files.items(), key=lambda item: item[1])
     return {name: InFile(reader, path, name) for name, path in ordered}

@@ -1,8 +1,8 @@
-"""Bytes of one training step of a model, counted while its parts run, on real or fake tensors.
+"""Measure the bytes of one training step while its parts run, on real or fake tensors.
 
-Tensors are counted by storage, from the operation that creates it until its last reference is
-gone. Views share the storage of their base. Memory that a kernel needs only inside an operation is
-not counted. What is held between steps comes from the closed form of `plan.memory`.
+Tensors are counted by storage, from the operation that creates it until its last reference is gone.
+Views share the storage of their base. Memory that a kernel needs only inside an operation is not
+counted. The bytes that stay allocated between steps come from the closed form of `plan.memory`.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from sft_play.process import DTYPES
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A dispatch mode that counts the bytes of tensors that operations create or `track` gets."""
+    """A dispatch mode that counts the bytes of tensors from operations and from `track`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._track_storage(value.untyped_storage())
 
     def reset_peak(self) -> int:
-        """Reset the peak to the bytes that are alive now, and return them."""
+        """Reset the peak to the bytes that are allocated now, and return them."""
         self.peak_bytes = self.live_bytes
         return self.live_bytes
 
@@ -68,7 +68,7 @@ class MemoryTracker(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class StepSetup:
-    """A step to measure: a resolved config, and what else changes the bytes."""
+    """The step to measure: a resolved config, and other facts that change the bytes."""
 
     config: Config
     device: str  # cpu, cuda
@@ -76,7 +76,7 @@ class StepSetup:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of matrix products."""
+        """Return the dtype of matrix multiplications."""
         return DTYPES[precision(self.config)]
 
     @property
@@ -86,18 +86,18 @@ class StepSetup:
 
 @dataclass(frozen=True)
 class MicroBatchBytes:
-    """Bytes of a micro-batch, beyond what is held between steps, gradients included."""
+    """The bytes of a micro-batch, without what is allocated between steps, gradients included."""
 
-    kept: int  # activations, when the output head begins
-    layers: int  # the peak before the head begins
+    kept: int  # activations, when the output head starts
+    layers: int  # the peak before the head starts
     logits: int  # the peak that head and loss add
-    logits_kept: int  # what they keep for the backward pass
+    logits_kept: int  # what they save for the backward pass
     backward: int  # the peak of the backward pass until the layers are done
     end: int  # the peak after that: the gradient of the embedding
 
 
 class Moment(NamedTuple):
-    """A part of a micro-batch: its peak, and what is alive when it ends."""
+    """A part of a micro-batch: its peak, and what is still allocated when it ends."""
 
     peak: int
     live: int
@@ -106,7 +106,7 @@ class Moment(NamedTuple):
 class StepMeter:
     """Runs micro-batches of one model and counts their bytes.
 
-    Gradients of earlier micro-batches are held, on which the next ones are added.
+    Gradients of earlier micro-batches stay allocated, and the next ones are added to them.
     """
 
     def __init__(self, model: PreTrainedModel, setup: StepSetup):
@@ -124,7 +124,7 @@ class StepMeter:
     def measure(
         self, size: TracedSize, checkpointed_layers: int, runs_backward: bool = True
     ) -> MicroBatchBytes:
-        """Run a micro-batch of full rows, each token of which has a label; return its bytes.
+        """Run a micro-batch of full rows in which each token has a label; return its bytes.
 
         `backward` and `end` are 0 if the backward pass is not run.
         """
@@ -158,12 +158,12 @@ class StepMeter:
         self._moments.append(Moment(peak, self.tracker.reset_peak()))
 
     def _watch_gradient(self, embedding: nn.Module, inputs: Any, out: Tensor) -> None:
-        """End a moment when the gradient of the embedding's output is there."""
+        """End a moment when the gradient of the embedding's output has been computed."""
         if out.requires_grad:
             out.register_hook(lambda _: self._end_moment())
 
     def _loss(self, size: TracedSize) -> Tensor:
-        """Return the loss as the trainer does: model under autocast, plain logits in float32."""
+        """Return the trainer's loss: the model runs under autocast, plain logits are in float32."""
         inputs = self._inputs(size)
         labels = torch.zeros_like(inputs["input_ids"])
         if is_loss_fused(self.model):
@@ -181,7 +181,7 @@ class StepMeter:
     def _inputs(self, size: TracedSize) -> dict[str, Tensor]:
         """Return full rows, with the (T, T) mask that transformers would create if one is needed.
 
-        It creates a mask for packed and for padded rows, unless attention needs none.
+        transformers creates a mask for packed and for padded rows, unless attention needs none.
         """
         config = self.setup.config
         rows, tokens = size

@@ -1,11 +1,13 @@
-"""Weights that a checkpoint stores in 8 or 4 bits, read as the numbers that they stand for.
+"""Read weights that a checkpoint stores in 8 or 4 bits as dequantized numbers.
 
-transformers is given tensors that dequantize when they are read, under the names of plain ones. So
-everything behind the files sees a 16-bit checkpoint: experts that are joined, NF4, float8, FSDP.
-Its own dequantization divides a weight into as many equal blocks as it has scales, which is wrong
-if the last block is a part of one, and takes a weight without scales as it is.
+transformers gets tensors that dequantize when they are read, under the names of unquantized
+tensors. So all code that uses the files works as with a 16-bit checkpoint: fused experts, NF4,
+float8, FSDP. transformers' dequantization splits a weight into as many equal blocks as it has
+scales. This is wrong if the last block is only a part of one. It also reads a weight without scales
+as it is.
 
-Imports nothing of this project: `evaluation.plain` loads it by its path.
+This module imports nothing of this project: `evaluation.plain` loads it by its path.
+
 Legend: R rows, C columns of a weight.
 """
 
@@ -31,7 +33,7 @@ OF_4_BITS = (
     "quant_state.bitsandbytes__nf4",
     "quant_state.bitsandbytes__fp4",
 )
-# Of activations, which are in 16 bits here, of a key-value cache, and of how bitsandbytes packs
+# Of activations, which are in 16 bits here, of a key-value cache, and of bitsandbytes' packing
 UNUSED_ENDINGS = (
     "activation_scale",
     "input_scale",
@@ -52,12 +54,12 @@ EXPERTS_AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file, or several that are one weight: read when it is indexed."""
+    """A tensor in a file, or several that form one weight, read when it is indexed."""
 
     parts: dict[str, Any]
     block: Block
     device: torch.device | None
-    dtype: torch.dtype | None  # in which a plain checkpoint would store it
+    dtype: torch.dtype | None  # in which an unquantized checkpoint would store it
 
     def __getitem__(self, index: Any) -> Tensor:
         """Return the weight in float32, or in 16 bits if that is exact."""
@@ -82,7 +84,7 @@ class Stored:
         return [experts, groups * pairs * 2, outputs]
 
     def get_dtype(self) -> str:
-        """Return the type as a file names it."""
+        """Return the dtype by its name in the file."""
         return "BF16" if "exponents" in self.parts else "F32"
 
 
@@ -96,8 +98,8 @@ def dequantized(
 ) -> Tensor:
     """Return a weight (..., R, C): its 8-bit numbers times their scale.
 
-    There is one scale of all, one of each row, or one of each block; `steps` are the largest
-    numbers of rows of bitsandbytes' 8 bits. `exponents` are those of MXFP4.
+    There is one scale for the full weight, one per row, or one per block. `steps` are the largest
+    numbers of the rows in bitsandbytes' 8-bit format. `exponents` are those of MXFP4.
 
     Raises: ValueError for scales of another shape.
     """
@@ -108,13 +110,13 @@ def dequantized(
     numbers = stored.float()
     if zero_point is not None:
         numbers -= _spread(zero_point.float(), numbers.shape, block)
-    if scale.dtype == torch.uint8:  # exponents of two, in MXFP8
+    if scale.dtype == torch.uint8:  # powers of two, in MXFP8
         scale = (scale.float() - 127).exp2()
     return numbers.mul_(_spread(scale.float(), numbers.shape, block))
 
 
 def _of_mxfp4(stored: Tensor, exponents: Tensor) -> Tensor:
-    """Return experts (E, C, R), a few at a time: at once it takes several times the bytes.
+    """Return experts (E, C, R), unpacked in groups: all at once needs several times the bytes.
 
     `stored` is (E, R, blocks, 16), `exponents` (E, R, blocks).
     """
@@ -136,7 +138,7 @@ def unpacked(packed: Tensor, stats: dict[str, Tensor]) -> Tensor:
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
-    """Return scales that multiply a weight of a shape: each of a block repeated over it."""
+    """Return scales in the shape of a weight: the scale of each block is repeated over it."""
     if scale.numel() == 1:
         return scale.reshape(())
     while scale.dim() < len(shape):
@@ -160,9 +162,10 @@ def as_plain(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """Return tensors of a checkpoint by name, the quantized ones as `Stored`, without their scales.
+    """Return a checkpoint's tensors by name, the quantized ones as `Stored`, without their scales.
 
-    Scales that belong to no weight stay, so that whoever accounts for names finds them.
+    Scales that belong to no weight stay, so that code that checks all names finds them.
+
     Raises: ValueError for a weight of 8 bits without scales.
     """
     plain = {name: part for name, part in tensors.items() if not name.endswith(UNUSED_ENDINGS)}
@@ -186,7 +189,7 @@ def as_plain(
 def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterator[None]:
     """Let `from_pretrained` read quantized weights as plain ones, dequantized on `device`.
 
-    Then its config says nothing of quantization.
+    The model's config then does not mention quantization.
     """
     quantizer = modeling_utils.get_hf_quantizer
 
@@ -206,9 +209,10 @@ def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterat
 
 @contextlib.contextmanager
 def reading_changed(change: Callable[..., Mapping[str, Any]], *args: Any) -> Iterator[None]:
-    """Let `from_pretrained` read what `change` returns for the tensors of a base's files.
+    """Let `from_pretrained` read the tensors that `change` returns for those of a base's files.
 
-    `args` are its other arguments, but under ZeRO-3, which reads all tensors at once.
+    `args` are the other arguments of `change`. Under ZeRO-3 they are not passed, because it reads
+    all tensors at once.
     """
     load = modeling_utils.convert_and_load_state_dict_in_model
     divide = modeling_utils._load_state_dict_into_zero3_model
@@ -229,7 +233,7 @@ def reading_changed(change: Callable[..., Mapping[str, Any]], *args: Any) -> Ite
 
 
 def _parts(name: str, tensors: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the tensors that a weight is read with, by their role."""
+    """Return the names of the tensors that form a weight, by their role."""
     stem = name.removesuffix(".weight")
     candidates = [
         ("scale", f"{name}_scale_inv"),
@@ -261,9 +265,9 @@ def changing_weights(
     layers_of: Callable[[PreTrainedModel], Iterable[nn.Module]],
     change: Callable[[nn.Parameter], None],
 ) -> Iterator[None]:
-    """Let from_pretrained change each parameter of some layers once it was read and quantized.
+    """Let from_pretrained change each parameter of some layers after it was read and quantized.
 
-    transformers reserves no memory of the GPU for the complete model.
+    transformers then does not reserve GPU memory for the complete model.
     """
     set_weight = core_model_loading.set_param_for_module
     inside: set[nn.Module] = set()
@@ -288,10 +292,10 @@ def changing_weights(
 
 @contextlib.contextmanager
 def one_tensor_at_a_time() -> Iterator[None]:
-    """Let transformers read a tensor when it is needed.
+    """Let transformers read a tensor only when it is needed.
 
-    Its threads read ahead of what joins experts, and of what moves weights to the host: the GPU
-    could hold up to twice the model's bytes.
+    Otherwise its threads read ahead of the code that fuses experts or moves weights to the host.
+    The GPU could then store up to twice the model's bytes.
     """
     before = os.environ.get(SEQUENTIAL_LOAD)
     os.environ[SEQUENTIAL_LOAD] = "1"

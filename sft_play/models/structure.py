@@ -1,7 +1,7 @@
-"""The structure of a model, counted on its modules without weights: what `plan` may not load.
+"""Count a model's structure on its modules without weights, because `plan` may not load them.
 
-`python -m sft_play.models.structure` is the process that the front end starts: a line on stdin
-names a module and a request, and the module's answer is a line on stdout, both JSON.
+The front end starts `python -m sft_play.models.structure` as a process. Each line on stdin names a
+module and a request, and the module's answer is a line on stdout. Both are JSON.
 """
 
 import importlib
@@ -28,7 +28,7 @@ from sft_play.models.experts import expert_weights, linear_names, unquantized_li
 from sft_play.models.fake_model import load_architecture
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure, structure_as_json
 
-# What a config raises whose type is unknown, whose code is not trusted or whose sizes do not fit
+# Errors of a config with an unknown type, untrusted code or sizes that do not fit
 UNBUILDABLE = (
     SftPlayError,
     ValueError,
@@ -39,11 +39,11 @@ UNBUILDABLE = (
     OSError,
     RuntimeError,
 )
-# In transformers' errors, for packages of its own code and of a model's
+# In transformers' errors, for packages that its code or a model's code needs
 PIP_INSTALL = re.compile(r"`pip install ([^`]+)`")
 IDLE_SECONDS = 5.0
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
-# What config.json calls the experts that a token meets
+# Names in config.json for the number of experts that process a token
 ACTIVE_EXPERTS = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -85,12 +85,12 @@ def structure_of(model: PreTrainedModel) -> Structure:
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return {"answer": the structure}, or {"refused": why the model cannot be built}.
 
-    If its code needs a package that is not here, return {"missing": what to type}.
+    If its code needs a package that is not installed, return {"missing": what to type}.
     """
     try:
         config = Config.model_validate({"model": request["model"]})
         structure = count_structure(load_architecture(config), config.model.trust_remote_code)
-    except ConfigError as error:  # the model is none that can be trained on text
+    except ConfigError as error:  # the model cannot be trained on text
         return {"answer": {"unusable": str(error)}}
     except UNBUILDABLE as error:
         package = _missing_package(error)
@@ -103,7 +103,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _missing_package(error: Exception) -> str | None:
-    """Return what is to be installed, None for another error than a missing package."""
+    """Return what to install, None if the error is not about a missing package."""
     found = PIP_INSTALL.search(str(error)) if isinstance(error, ImportError) else None
     if found is None and isinstance(error, ModuleNotFoundError):
         package = str(error.name).partition(".")[0]
@@ -118,13 +118,13 @@ class _Matrix:
     name: str
     inputs: int
     outputs: int
-    layer: int | None  # the number of its decoder layer
-    experts: int = 1  # of its layer, if it is one of them
+    layer: int | None  # the index of its decoder layer
+    experts: int = 1  # number in its layer, if it is an expert's matrix
     is_stacked: bool = False
 
 
 class _Modules:
-    """The modules of a model, and what the config says of its experts."""
+    """The modules of a model, and what its config specifies about experts."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -135,7 +135,8 @@ class _Modules:
             self.layer_numbers.update(dict.fromkeys(layer.modules(), number))
         stacked = expert_weights(model)
         self.stacked = {weight.name for weight in stacked}
-        # the experts of a layer, by each module that is one of them or has all
+        # the number of experts in the layer, for each module that is one expert or contains all of
+        # them
         self.experts = {model.get_submodule(each.module_name): each.experts for each in stacked}
         self.listed: set[nn.Module] = set()
         for name, modules in model.named_modules():
@@ -148,7 +149,7 @@ class _Modules:
         self.quantized = (set(linear_names(model)) - unquantized_linears(model)) | self.stacked
 
     def matrices(self) -> tuple[MatrixKind, ...]:
-        """Return the kinds of matrices, in the order of the model; embedding and head are none."""
+        """Return the kinds of matrices, in the order of the model, without embedding and head."""
         found: dict[tuple[str, int, int], list[_Matrix]] = {}
         left_out = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         for name, module in text_modules(self.model):
@@ -160,7 +161,7 @@ class _Modules:
         return tuple(self._kind(name, alike) for (name, _, _), alike in found.items())
 
     def unmet_parameters(self) -> int:
-        """Return the parameters of experts, biases too, that a token does not meet."""
+        """Return the number of expert parameters, including biases, that a token does not use."""
         unmet = 0
         for _, module in text_modules(self.model):
             count = self.experts.get(module, 1)
@@ -172,7 +173,7 @@ class _Modules:
         return unmet
 
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """Return the kinds of decoder layers with their numbers; () if none were found."""
+        """Return the kinds of decoder layers with their counts; () if none were found."""
         counts = Counter(self._layer_kind(number) for number in range(len(self.layers)))
         return tuple(LayerKind(count, *facts) for facts, count in counts.items())
 
@@ -192,7 +193,7 @@ class _Modules:
         return query_features, kv_features, window, is_recurrent, has_experts
 
     def _window(self, attention: nn.Module, number: int) -> int | None:
-        """Return the tokens that a token of a layer sees, None for all before it."""
+        """Return how many tokens a token of a layer can attend to, None for all previous ones."""
         types = getattr(self.config, "layer_types", None) or ()
         layer_type = types[number] if number < len(types) else ""
         window = getattr(attention, "sliding_window", None)
@@ -203,7 +204,7 @@ class _Modules:
         return window if isinstance(window, int) and window > 0 else None
 
     def _active(self, experts: int) -> int:
-        """Return how many of the experts a token meets: all, if the config names no number."""
+        """Return how many experts a token uses: all of them if the config does not set a number."""
         for name in ACTIVE_EXPERTS:
             active = getattr(self.config, name, None)
             if isinstance(active, int) and active > 0:
@@ -211,7 +212,7 @@ class _Modules:
         return experts
 
     def _matrices_of(self, name: str, module: nn.Module) -> Iterator[_Matrix]:
-        """Yield the matrices that a module holds itself."""
+        """Yield the matrices that belong directly to a module."""
         layer = self.layer_numbers.get(module)
         experts = self.experts.get(module, 1)
         if isinstance(module, nn.Linear):
@@ -249,7 +250,7 @@ class _Modules:
 
 
 def _is_attention(module: nn.Module) -> bool:
-    """Return whether a module is softmax attention with projections of its own."""
+    """Return whether a module is softmax attention that contains its projections."""
     name = type(module).__name__
     return "Attention" in name and "Linear" not in name and _attention_features(module)[0] > 0
 
@@ -267,9 +268,9 @@ def _attention_features(attention: nn.Module) -> tuple[int, int]:
 
 
 def serve() -> None:
-    """Answer requests of stdin until none has come for IDLE_SECONDS."""
+    """Answer requests from stdin until none has arrived for IDLE_SECONDS."""
     answers = sys.stdout
-    sys.stdout = sys.stderr  # where a model's code prints
+    sys.stdout = sys.stderr  # a model's code may print
     while select.select([sys.stdin], [], [], IDLE_SECONDS)[0]:
         line = sys.stdin.readline()
         if not line:  # the front end has ended

@@ -1,16 +1,16 @@
-"""The bytes of a run's step, traced on a model without weights.
+"""Trace the bytes of a run's step on a model without weights.
 
 The model is built from its config.json, and a step runs on fake tensors. Architecture, adapters,
 4-bit packing, fused kernels and checkpointed layers are those of the run. Autocast is the CPU's,
-which leaves norms and losses of 16-bit inputs in 16 bits; models like Llama cast those to float32
+which leaves norms and losses of 16-bit inputs in 16 bits. Models like Llama cast those to float32
 themselves.
 
 Functions of torch and transformers are replaced by fakes that allocate what the real ones do on a
-GPU: outputs, buffers and what is saved for backward. Kernels of this project have this next to
-their reference (`traced_gpu`).
+GPU: outputs, buffers and what is saved for backward. Kernels of this project define these
+allocations next to their reference (`traced_gpu`).
 
-A few sizes are traced, from which `plan.traced` has the bytes of any layout. The process of
-`models.structure` answers with them.
+A few sizes are traced, from which `plan.traced` computes the bytes of any layout. The process of
+`models.structure` sends them as its answer.
 """
 
 import contextlib
@@ -54,9 +54,9 @@ def scaled_dot_product_attention(
     *more: Any,
     **settings: Any,
 ) -> Tensor:
-    """Torch's attention on a GPU, in the dtype of autocast.
+    """Return torch's attention on a GPU, in autocast's dtype.
 
-    Real tensors are attended to: `recognize` asks on numbers what a module computes.
+    Real tensors get real attention: `recognize` uses numbers to find out what a module computes.
     """
     if not isinstance(query, FakeTensor):
         return torch_attention(query, key, value, attn_mask, *more, **settings)
@@ -65,7 +65,7 @@ def scaled_dot_product_attention(
 
 
 class FakeGroupedProduct(torch.autograd.Function):
-    """`functional.grouped_mm`, which takes no float32 fake tensors."""
+    """`functional.grouped_mm` for fake tensors in float32, which the original does not accept."""
 
     @staticmethod
     def forward(ctx, x: Tensor, other: Tensor, groups: int) -> Tensor:
@@ -84,7 +84,7 @@ class FakeGroupedProduct(torch.autograd.Function):
 
 
 def grouped_mm(x: Tensor, other: Tensor, *, offs: Tensor) -> Tensor:
-    """`functional.grouped_mm` of two-dimensional x, which allocates only its output."""
+    """Return `functional.grouped_mm` of two-dimensional x; allocate only its output."""
     return FakeGroupedProduct.apply(x, other, len(offs))
 
 
@@ -92,22 +92,22 @@ _is_autocast_enabled = torch.is_autocast_enabled
 
 
 def is_autocast_enabled(device_type: str = "cpu") -> bool:
-    """`torch.is_autocast_enabled`, whose default device is the GPU; here it is the CPU.
+    """Return `torch.is_autocast_enabled`, with the CPU as default device instead of the GPU.
 
-    PEFT calls it without a device, and leaves 16-bit inputs as they are under autocast.
+    PEFT calls it without a device, and does not cast 16-bit inputs under autocast.
     """
     return _is_autocast_enabled(device_type)
 
 
 def dropout(tensor: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """Dropout on a GPU, which keeps a mask of one byte per element; a CPU keeps floats."""
+    """Return dropout as on a GPU, with a mask of one byte per element; a CPU stores floats."""
     return torch.native_dropout(tensor, p, True)[0] if p and training else tensor
 
 
-# Functions that read the values of tensors, which fake tensors do not have, by where they are
+# Functions that read the values of tensors, by module: fake tensors have no values
 VALUE_READERS: dict[Any, dict[str, Any]] = {
     functional: {"grouped_mm": grouped_mm},
-    # the step passes its own mask for packed rows
+    # the step passes its mask for packed rows
     masking_utils: {"find_packed_sequence_indices": lambda position_ids: None},
 }
 GPU_KERNELS: dict[Any, dict[str, Any]] = {
@@ -119,7 +119,7 @@ GPU_KERNELS: dict[Any, dict[str, Any]] = {
 
 @contextlib.contextmanager
 def fake_kernels(is_gpu: bool) -> Iterator[None]:
-    """Replace the functions that read values and, for a run on a GPU, those that need one."""
+    """Replace the functions that read values, and those that need a GPU if the run is on one."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing_gpu(is_gpu))
         for table in (VALUE_READERS, GPU_KERNELS if is_gpu else {}):
@@ -133,7 +133,7 @@ Measured = Mapping[TracedSize, MicroBatchBytes]
 
 @contextlib.contextmanager
 def tracing(model: PreTrainedModel, setup: StepSetup) -> Iterator[FusedKernels]:
-    """Give a model on the meta device fake tensors and the run's kernels; yield those."""
+    """Give a meta model fake tensors and the run's kernels; yield the kernels."""
     dtype = setup.compute_dtype
     process = Process.alone(torch.device(setup.device), dtype)
     with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
@@ -157,7 +157,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 def trace_step(setup: StepSetup) -> TracedStep:
     """Return the growth of a step with no layer checkpointed, and with all of them.
 
-    A deep model is cut to few layers, twice, as each period of layers adds equal bytes.
+    A deep model is cut to two small depths, because each period of layers adds the same number of
+    bytes.
 
     Raises: EnvironmentFault without a config.json; ConfigError when adapters match no layer.
     """
@@ -166,7 +167,7 @@ def trace_step(setup: StepSetup) -> TracedStep:
     model = build_architecture(setup.config, dtype)
     depth = len(decoder_layers(model))
     cuts = cut_depths(layer_signatures(model, setup.config))
-    cut_layers(model, max(cuts))  # first: adapters and 4-bit weights of all layers take a minute
+    cut_layers(model, max(cuts))  # first: adapters and 4-bit weights of all layers need a minute
     model = quantize_and_adapt(model, setup.config, dtype, setup.zero_stage)
     periods = 0.0
     with tracing(model, setup) as kernels:
@@ -198,7 +199,7 @@ def trace_step(setup: StepSetup) -> TracedStep:
 
 
 def layer_signatures(model: PreTrainedModel, config: Config) -> list[Any]:
-    """Return for each decoder layer what tells it from others: parameters, type and adapters."""
+    """Return what distinguishes each decoder layer from others: parameters, type and adapters."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or ()
     lora = config.tuning.lora
     chosen = lora.layers_to_transform
@@ -233,7 +234,7 @@ def cut_depths(signatures: Sequence[Any]) -> tuple[int, ...]:
 
 
 def cut_layers(model: PreTrainedModel, depth: int) -> None:
-    """Remove the decoder layers behind the first `depth`."""
+    """Remove the decoder layers after the first `depth`."""
     last = decoder_layers(model)[-1]
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) and module[-1] is last:
@@ -255,10 +256,10 @@ def measure_sizes(
 def _deeper(
     cut: Measured, fewer: Measured, periods: float, is_full: bool, has_pairs: bool
 ) -> LayersGrowth:
-    """Return the growth of a model that is `periods` times the difference deeper than `cut`.
+    """Return the growth of a model that is deeper than `cut` by `periods` times the difference.
 
-    Over a frozen base all peaks grow by what the layers keep, to the byte. Of trained weights,
-    casts go and gradients come in the backward pass.
+    Over a frozen base, all peaks grow exactly by the bytes that the layers save. If weights are
+    trained, the backward pass frees their casts and creates their gradients.
     """
     deeper = []
     for name in ("kept", "layers", "backward"):

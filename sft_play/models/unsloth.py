@@ -1,4 +1,4 @@
-"""Models of Unsloth. Imported only for tuning.backend=unsloth.
+"""Load models with Unsloth. Imported only for tuning.backend=unsloth.
 
 Unsloth patches transformers when it is imported, so it must be imported before transformers.
 """
@@ -40,7 +40,7 @@ def import_first() -> None:
 def load(config: Config, process: Process) -> "PreTrainedModel":
     """Return Unsloth's model on this rank's GPU, with adapters unless the mode is full.
 
-    The loss is our fused one if possible.
+    It uses SFT-Play's fused loss if possible.
     """
     from unsloth import FastLanguageModel
 
@@ -64,7 +64,7 @@ def load(config: Config, process: Process) -> "PreTrainedModel":
 
 
 def _checkpointing(config: Config) -> str | bool:
-    """Return Unsloth's name for its own activation checkpointing, or False."""
+    """Return Unsloth's name for its activation checkpointing, or False."""
     return "unsloth" if config.train.gradient_checkpointing is True else False
 
 
@@ -87,10 +87,11 @@ def _add_adapters(model: "PreTrainedModel", config: Config) -> "PreTrainedModel"
 
 
 def _install_kernels(model: "PreTrainedModel", takes_packed: bool) -> None:
-    """Pass packed batches to Unsloth's attention, and install our fused loss on the head.
+    """Pass packed batches to Unsloth's attention, and install SFT-Play's fused loss on the head.
 
-    Unsloth's loss computes all tokens of a row, labeled or not. At 1B, with 8192 tokens a step of
-    which a fifth is labeled, our loss trains 91.9k tokens/s on an H200, Unsloth's 82.4k.
+    Unsloth's loss computes all tokens of a row, labeled or not. At 1B, with 8192 tokens per step of
+    which a fifth is labeled, SFT-Play's loss trains 91.9k tokens/s on an H200. Unsloth's trains
+    82.4k.
     """
     from sft_play.models.fast.install import FusedKernels, record_fused_kernels
     from sft_play.models.fast.loss.head import fuse_loss, why_loss_not_fusable
@@ -112,10 +113,10 @@ def _install_kernels(model: "PreTrainedModel", takes_packed: bool) -> None:
 class PackedBatchHooks:
     """Forward hooks that convert packed batches to Unsloth's format, and logits back.
 
-    Unsloth takes all documents of a micro-batch in one row, with the length of each. The rest of
-    the run keeps its rows.
+    Unsloth expects all documents of a micro-batch in one row, with the length of each document. The
+    rest of the run uses the original rows.
 
-    Legend: B rows, T tokens of a row, N documents, V vocabulary.
+    Legend: B rows, T tokens per row, N documents, V vocabulary.
     """
 
     def __init__(self) -> None:
@@ -129,7 +130,7 @@ class PackedBatchHooks:
     def flatten_inputs(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Turn input_ids and position_ids (B, T) into (1, B * T).
+        """Return inputs with input_ids and position_ids (B, T) reshaped to (1, B * T).
 
         Boundaries (N + 1,) become packed_seq_lengths (N,) int32.
         """
@@ -143,7 +144,7 @@ class PackedBatchHooks:
         return args, flat
 
     def restore_logits(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Turn logits (1, B * T, V) into (B, T, V). The output of a fused head is not changed."""
+        """Return logits (B, T, V) of logits (1, B * T, V). A fused head's output is not changed."""
         if self.rows is not None and output.logits.shape[1] > 1:
             output.logits = output.logits.reshape(self.rows, -1, output.logits.shape[-1])
         return output

@@ -1,22 +1,24 @@
-"""Checks in a model's weight files, before loading, that it knows every token of the rows.
+"""Check in a model's weight files, before loading, that it knows every token of the rows.
 
-Adapters do not train the embedding or the output head. A token whose row there was never trained
-is noise to the model, which cannot tell it from other such tokens when it generates. Base models
-that share the tokenizer of their instruct sibling have such rows (Llama 3's <|eot_id|> and
-<|start_header_id|>), and so has every newly added token.
+Adapters do not train the embedding or the output head. A token whose row there was never trained is
+noise to the model. When it generates, it cannot distinguish this token from other untrained ones.
+Base models that share the tokenizer of their instruct version have such rows (Llama 3's <|eot_id|>
+and <|start_header_id|>). Every newly added token has one, too.
 
 A row counts as untrained if its distance from one of these points is at most UNTRAINED x the median
 length of ordinary rows:
+
 - zero: weight decay shrinks the embedding of a token that no text contains to nothing;
-- the mean of all rows, while resize_token_embeddings puts new rows (transformers: N(mean, 1e-9 x
-  covariance));
+- the mean of all rows, because resize_token_embeddings puts new rows there (transformers:
+  N(mean, 1e-9 x covariance));
 - the row of an added token with a smaller id: rows without a gradient move together. A larger id
   does not count, since a copy follows its original.
+
 The criteria are those of Land and Bartolo, "Fishing for Magikarp" (arXiv 2405.05417). Rows that
 were drawn at random from the distribution of the others (resize_token_embeddings with
-mean_resizing=False) cannot be told from trained ones.
+mean_resizing=False) look like trained ones.
 
-Rows are read one by one, never a whole matrix at once. Legend: V rows, D features.
+Rows are read one by one, never a full matrix at once. Legend: V rows, D features.
 """
 
 import logging
@@ -45,8 +47,8 @@ FLOATS = ("F32", "F16", "BF16")
 # rounding to bfloat16. Ten training steps at a learning rate of 1e-5 move a row further than this:
 # by 1e-4 per feature, if features are about 1e-2.
 UNTRAINED = 1e-3
-# A fraction of the median length. The whole matrix is read for its exact mean, chunk by chunk, only
-# if a row is nearer than this to the mean of a sample.
+# A fraction of the median length. A row nearer than this to the mean of a sample is compared with
+# the exact mean. Only then the full matrix is read, chunk by chunk.
 NEAR_MEAN = 0.25
 # A sample of rows is RUNS runs of RUN_ROWS adjacent rows, since each jump in the file costs a seek
 RUNS = 16
@@ -86,7 +88,7 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: U
     For weights that are not on disk yet, or not in safetensors files, only the number of rows is
     checked, and a line is logged.
 
-    Raises: EnvironmentFault for a token without a row, or with one that adapters leave untrained.
+    Raises: EnvironmentFault for a token without a row, or with a row that adapters leave untrained.
     """
     try:
         embedding, head = find_matrices(config)
@@ -111,7 +113,7 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: U
 def find_matrices(config: Config) -> tuple[Matrix | None, Matrix | None]:
     """Return the embedding and the output head of a model's safetensors files.
 
-    They have a row for each token; None for one that is not there, or is tied to the other.
+    They have one row per token. A matrix is None if it is missing, or tied to the other one.
     """
     files = tensor_files(config)
     embedding = _find_matrix(files, EMBEDDINGS)
@@ -134,7 +136,7 @@ def _find_matrix(files: dict[str, Path], modules: Collection[str]) -> Matrix | N
 
 
 def _weight_name(names: Iterable[str], modules: Collection[str]) -> str | None:
-    """Return the shortest name of a weight of one of these modules, None if there is none.
+    """Return the shortest weight name of one of these modules, None if there is none.
 
     Layers that predict further tokens repeat the weight under longer names (DeepSeek V3).
     """
@@ -152,12 +154,12 @@ def _vocab_size(config: Config) -> int:
 
 
 def _is_trained(config: Config, name: str) -> bool:
-    """Return whether the run trains a matrix: in mode full, whole, or as a target of adapters."""
+    """Return whether the run trains a matrix: in mode full, as a full module, or with adapters."""
     if config.tuning.mode == "full":
         return True
     lora = config.tuning.lora
     trained = list(lora.modules_to_save or ())
-    if isinstance(lora.target_modules, list):  # all-linear leaves out embedding and head
+    if isinstance(lora.target_modules, list):  # all-linear excludes embedding and head
         trained += lora.target_modules
     module = f".{name.removesuffix('.weight')}"
     return any(module.endswith(f".{target}") for target in trained)  # PEFT's rule
@@ -166,9 +168,9 @@ def _is_trained(config: Config, name: str) -> bool:
 def _refuse_ids_without_rows(
     config: Config, tokenizer: PreTrainedTokenizerBase, used: UsedTokens, rows: int
 ) -> None:
-    """Raise EnvironmentFault for an id beyond the matrix, also that of padding.
+    """Raise EnvironmentFault for an id beyond the matrix, including the padding id.
 
-    A GPU would fail on such an id without naming it.
+    A GPU would fail on it without reporting the id.
     """
     embeds = f"model.name={config.model.name} embeds {rows} tokens"
     added = tokenizer.convert_tokens_to_ids(config.model.add_tokens or [])
@@ -216,7 +218,7 @@ def _refuse_untrained(
 def _train_them(
     config: Config, tokenizer: PreTrainedTokenizerBase, untrained: Iterable[int]
 ) -> str:
-    """Return the setting that trains these tokens too, '' if the backend has none."""
+    """Return the setting that trains these tokens too, '' if the backend has no such setting."""
     if "trainable_tokens" not in backend_of(config).lora_options:
         return ""
     tokens = [*(config.tuning.lora.trainable_tokens or ())]
@@ -233,7 +235,7 @@ def _describe(token: int, tokenizer: PreTrainedTokenizerBase, used: UsedTokens) 
 def untrained_tokens(
     matrix: Matrix, ids: np.ndarray, tokenizer: PreTrainedTokenizerBase
 ) -> dict[int, str]:
-    """Return those of `ids` that are added tokens with an untrained row, and what the row equals.
+    """Return the added tokens in `ids` with an untrained row, and what each row equals.
 
     The criteria are in the module's docstring. No row counts as a copy of the padding token's row,
     which is often a copy itself.
@@ -273,7 +275,7 @@ def _nearest(row: Tensor, points: dict[str, Tensor], distance: Tensor) -> str | 
 
 
 def _spread(ids: np.ndarray) -> np.ndarray:
-    """Return short runs of ids, spread over a vocabulary: ids are often sorted by frequency."""
+    """Return short runs of ids, spread over a vocabulary that is often sorted by frequency."""
     run = np.arange(min(RUN_ROWS, len(ids)))
     starts = np.linspace(0, len(ids) - len(run), RUNS, dtype=np.int64)
     return ids[np.unique(starts[:, None] + run)]

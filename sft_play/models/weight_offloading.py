@@ -1,16 +1,17 @@
-"""Frozen weights of decoder layers in host memory, on the GPU only while their layer computes.
+"""Store frozen weights of decoder layers in host memory, and on the GPU only during their layer.
 
 The frozen tensors of an offloaded layer are one block of pinned host memory, which all ranks of a
-machine share. On the GPU offloaded layers take turns in two buffers: layer i uses buffer i % 2.
-Before a layer computes, its block is copied to its buffer, while the layer before it computes: in
-the forward pass, and again in the backward pass. Frozen weights do not change, so nothing is copied
-back. A layer that is recomputed finds its weights in place.
+machine share. On the GPU, offloaded layers alternate between two buffers: layer i uses buffer i %
+2. A layer's block is copied to its buffer while the previous layer computes, in the forward pass
+and again in the backward pass. Frozen weights do not change, so nothing is copied back. A layer
+that is recomputed finds its weights already in the buffer.
 
 A parameter is a view of its layer's buffer and always has the same address. So fused kernels,
-autograd and bitsandbytes keep references to it as if it stayed on the GPU, and results are equal to
-the bit. Whatever reads a layer's weights outside of its passes calls `bring` first.
+autograd and bitsandbytes can store references to it as if it stayed on the GPU. Results are bitwise
+identical. Code that reads a layer's weights outside of its passes calls `bring` first.
 
-A copy into a buffer waits for what was queued before: the last pass of the layer that used it.
+A copy into a buffer waits for the work that was queued before: the last pass of the layer that used
+it.
 """
 
 import contextlib
@@ -34,14 +35,14 @@ from sft_play.process import Process
 
 
 class CopyStream:
-    """The stream of a GPU on which copies run; on a CPU they are made at once."""
+    """The stream of a GPU on which copies run; on a CPU, copies run at once."""
 
     def __init__(self, device: torch.device):
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, target: Tensor, source: Tensor) -> "torch.cuda.Event | None":
-        """Start a copy after what is queued so far; return an event at its end."""
+        """Start a copy after all work queued so far; return an event at its end."""
         if self._stream is None:
             target.copy_(source)
             return None
@@ -51,15 +52,15 @@ class CopyStream:
             return self._stream.record_event()
 
     def wait(self, copied: "torch.cuda.Event | None") -> None:
-        """Let the computation that is queued from now on come after a copy."""
+        """Make computation that is queued from now on wait for a copy."""
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
 
 def pin(buffer: Tensor, setting: str, remedy: str) -> None:
-    """Pin a tensor's memory; torch would take the next power of two.
+    """Pin a tensor's memory; torch would round its size up to the next power of two.
 
-    Raises: EnvironmentFault, which names `setting` and ends with `remedy`, if CUDA refuses.
+    Raises: EnvironmentFault if CUDA refuses. The message names `setting` and ends with `remedy`.
     """
     address = buffer.data_ptr()
     error = int(torch.cuda.cudart().cudaHostRegister(address, buffer.nbytes, 0))
@@ -77,8 +78,8 @@ def _unpin(address: int) -> None:
 
 
 BUFFERS = 2
-ALIGNMENT = 256  # bytes: as of the allocator's memory, so that the same kernels are chosen
-MIN_BYTES = 1024  # of a tensor; smaller ones stay on the GPU
+ALIGNMENT = 256  # bytes, as in the allocator's memory, so that the same kernels are chosen
+MIN_BYTES = 1024  # smaller tensors stay on the GPU
 ATTRIBUTE = "offloaded_layers"  # of the base model
 
 
@@ -88,21 +89,21 @@ class OffloadedLayers:
     def __init__(
         self, layers: Sequence[nn.Module], frozen: Sequence[list["Place"]], process: Process
     ):
-        self.numbers: dict[nn.Module, int] = {}  # of the layer that a module belongs to
+        self.numbers: dict[nn.Module, int] = {}  # index of the layer that a module belongs to
         sizes = [sum(_aligned(place.tensor.nbytes) for place in places) for places in frozen]
         self.memory, is_filling = _host_memory(sum(sizes), process)
-        self.on_host = self.memory.split(sizes)  # one for each layer
+        self.on_host = self.memory.split(sizes)  # one block per layer
         self.buffers: list[Tensor] = []
         for _ in range(BUFFERS):
             buffer = torch.empty(max(sizes), dtype=torch.uint8, device=process.device)
             self.buffers.append(buffer)
         self.stream = CopyStream(process.device)
         self.copied: list[torch.cuda.Event | None] = [None] * BUFFERS
-        self.present: list[int | None] = [None] * BUFFERS  # the layer that is in a buffer
+        self.present: list[int | None] = [None] * BUFFERS  # index of the layer in each buffer
         for number, layer in enumerate(layers):
             self.numbers.update(dict.fromkeys(layer.modules(), number))
             self._move(number, frozen[number], is_filling)
-        process.gather(None)  # the memory is filled
+        process.gather(None)  # now the memory is filled
         if process.is_gpu:
             pin(self.memory, "train.weight_offloading", "set TRAIN_WEIGHT_OFFLOADING=false")
         for number, layer in enumerate(layers):
@@ -114,7 +115,7 @@ class OffloadedLayers:
         return self
 
     def bring(self, module: nn.Module) -> None:
-        """Bring the weights of the layer that a module belongs to, if it is offloaded."""
+        """Copy the weights of a module's layer to the GPU, if the layer is offloaded."""
         if module in self.numbers:
             self._bring(self.numbers[module])
 
@@ -151,7 +152,7 @@ class OffloadedLayers:
             self._start_copy(number - 1)
 
     def _bring(self, number: int) -> None:
-        """Let the computation that is queued from now on find a layer's weights in its buffer."""
+        """Make computation that is queued from now on find a layer's weights in its buffer."""
         self._start_copy(number)
         self.stream.wait(self.copied[number % BUFFERS])
 
@@ -164,7 +165,7 @@ class OffloadedLayers:
 
 
 class Place:
-    """A frozen tensor of a layer: a parameter, or the scales of one in 4 bits."""
+    """A frozen tensor of a layer: a parameter, or the scales of a 4-bit parameter."""
 
     def __init__(self, owner: Any, name: str):
         self.owner, self.name = owner, name
@@ -174,12 +175,12 @@ class Place:
         return getattr(self.owner, self.name)
 
     def set(self, tensor: Tensor) -> None:
-        """Put another tensor there."""
+        """Replace the tensor."""
         setattr(self.owner, self.name, tensor)
 
 
 def chosen_layers(model: nn.Module, count: int) -> list[nn.Module]:
-    """Return `count` decoder layers, evenly spread: the others hide the copies of these."""
+    """Return `count` decoder layers, evenly spread: the other layers hide these layers' copies."""
     layers = decoder_layers(model)
     return [layers[number * len(layers) // count] for number in range(count)]
 
@@ -188,7 +189,7 @@ def chosen_layers(model: nn.Module, count: int) -> list[nn.Module]:
 def offload_layers(model: nn.Module, base: PreTrainedModel, process: Process, count: int) -> None:
     """Offload the frozen weights of `count` decoder layers of a model with adapters.
 
-    All else is moved to the device.
+    Everything else is moved to the device.
     """
     owners = Counter(weight for layer in decoder_layers(base) for weight in layer.parameters())
     layers = chosen_layers(base, count)
@@ -216,7 +217,7 @@ def offload_layers(model: nn.Module, base: PreTrainedModel, process: Process, co
 
 
 def bring_layer_of(module: nn.Module, base: nn.Module) -> None:
-    """Bring the weights of the layer that a module belongs to, to run it by itself."""
+    """Copy the weights of a module's layer to the GPU, to run the module by itself."""
     offloaded: OffloadedLayers | None = vars(base).get(ATTRIBUTE)
     if offloaded is not None:
         offloaded.bring(module)
@@ -225,8 +226,8 @@ def bring_layer_of(module: nn.Module, base: nn.Module) -> None:
 def leaving_on_host(process: Process, count: int) -> contextlib.AbstractContextManager[None]:
     """Let from_pretrained move the weights of `count` decoder layers to the host as it reads them.
 
-    Each is read, and quantized, on the GPU. Only the first rank of a machine keeps the values; the
-    memory that others allocate is never written.
+    Each weight is read, and quantized, on the GPU. Only the first rank of a machine stores the
+    values. The memory that other ranks allocate is never written.
     """
 
     def move_to_host(weight: nn.Parameter) -> None:
@@ -249,7 +250,7 @@ def _aligned(size: int) -> int:
 
 
 def _viewed_as(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Return bytes as a tensor of the type, shape and strides of another."""
+    """Return bytes as a tensor with the dtype, shape and strides of another."""
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
@@ -258,7 +259,7 @@ def _is_in_backward() -> bool:
 
 
 def _host_memory(size: int, process: Process) -> tuple[Tensor, bool]:
-    """Return memory that the ranks of a machine share, and whether this rank is to fill it."""
+    """Return memory that the ranks of a machine share, and whether this rank must fill it."""
     if process.world_size == 1:
         return torch.empty(size, dtype=torch.uint8), True
     is_first = process.local_rank == 0
@@ -270,7 +271,7 @@ def _host_memory(size: int, process: Process) -> tuple[Tensor, bool]:
     pid, number = opened[process.rank - process.local_rank]
     path = f"/proc/{pid}/fd/{number}"
     memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-    process.gather(None)  # all have opened it
+    process.gather(None)  # every rank has opened it
     if is_first:
         os.close(file)
     return memory, is_first

@@ -1,4 +1,4 @@
-"""Numbers in float8 (e4m3): the type, and rows that have a scale each."""
+"""Define numbers in float8 (e4m3): the dtype, and rows that each have a scale."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0  # that e4m3 holds
-# Scales are multiplied by it: torch does so on a GPU if a tensor is divided by a number.
+LARGEST = 448.0  # the largest e4m3 number
+# Scales are multiplied by it. On a GPU, torch does the same when a tensor is divided by a number.
 ONE_OVER_LARGEST = 1 / LARGEST
 
 

@@ -1,10 +1,10 @@
-"""Triton kernels of `quantize` and of a weight's transpose, and what other kernels share with them.
+"""Triton kernels of `quantize` and of a weight's transpose, and helpers for other kernels.
 
-Imported only on a GPU. The formulas are in `quantize`. Each program quantizes one row: it seeks the
-largest number, then reads the row again, which is in the cache by then. NaN stays NaN: a loss that
-diverges is to show.
+Imported only on a GPU. The formulas are in `quantize`. Each program quantizes one row. It finds the
+largest number, then reads the row again, which is then in the cache. NaN stays NaN, so that a
+diverging loss is visible.
 
-Legend: N rows, F features of a row.
+Legend: N rows, F features per row.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
 from sft_play.models.optional_triton import tl, triton
 
-BLOCK = 2048  # features at a time: 8 of a thread, one 16-byte load of bfloat16
+BLOCK = 2048  # features at a time: 8 per thread, one 16-byte load of bfloat16
 TILE = 128  # rows and columns of a weight that a program transposes
 _LARGEST = tl.constexpr(LARGEST)
 _ONE_OVER_LARGEST = tl.constexpr(ONE_OVER_LARGEST)
@@ -21,25 +21,25 @@ _ONE_OVER_LARGEST = tl.constexpr(ONE_OVER_LARGEST)
 
 @triton.jit
 def program_number():
-    """The number of a program, in 64 bits: places in a tensor exceed 2^31."""
+    """Return the index of a program in 64 bits: offsets in a tensor exceed 2^31."""
     return tl.program_id(0).to(tl.int64)
 
 
 @triton.jit
 def load_float32(place, inside):
-    """Numbers in float32, 0 outside of the tensor."""
+    """Return numbers in float32, 0 outside of the tensor."""
     return tl.load(place, inside, 0).to(tl.float32)
 
 
 @triton.jit
 def scale_of(largest):
-    """Scale of a row whose largest absolute value is `largest`; 1 for zeros and NaN."""
+    """Return the scale of a row whose largest absolute value is `largest`; 1 for zeros and NaN."""
     return tl.where(largest > 0, largest * _ONE_OVER_LARGEST, 1.0)
 
 
 @triton.jit
 def in_range(x, scale):
-    """x / scale, no larger than e4m3 holds."""
+    """Return x / scale, clamped to the range of e4m3."""
     scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
     scaled = tl.where(scaled > _LARGEST, _LARGEST, scaled)
     return tl.where(scaled < -_LARGEST, -_LARGEST, scaled)
@@ -93,7 +93,7 @@ def _transpose(source, target, rows, columns, tile: tl.constexpr):
 
 
 def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
-    """Return rows x (N, F) in float8, multiplied by `column_scales` (F,) before."""
+    """Return rows x (N, F) in float8, after multiplying them by `column_scales` (F,)."""
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, features = x.shape
@@ -107,13 +107,13 @@ def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
 
 
 def empty_rows(rows: int, features: int, device: torch.device) -> Quantized:
-    """Return rows in float8 to write to."""
+    """Return empty float8 rows to write to."""
     values = torch.empty(rows, features, dtype=FLOAT8, device=device)
     return Quantized(values, torch.empty(rows, dtype=torch.float32, device=device))
 
 
 def transposed(weight: Tensor) -> Tensor:
-    """Return a float8 weight (out, in) as (in, out), in memory of its own."""
+    """Return a float8 weight (out, in) as (in, out), in new memory."""
     rows, columns = weight.shape
     target = torch.empty(columns, rows, dtype=FLOAT8, device=weight.device)
     grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))
@@ -124,8 +124,8 @@ def transposed(weight: Tensor) -> Tensor:
 
 
 def on_device_of(tensor: Tensor) -> torch.cuda.device:
-    """Make the GPU of a tensor the current one, on which Triton starts whatever it reads.
+    """Make the GPU of a tensor the current one, on which Triton launches kernels.
 
-    Of a tensor in host memory, which Triton's interpreter takes, no GPU.
+    For a tensor in host memory, which Triton's interpreter accepts, no GPU is set.
     """
     return torch.cuda.device(tensor.device if tensor.is_cuda else -1)

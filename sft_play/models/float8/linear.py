@@ -1,4 +1,4 @@
-"""A linear layer whose frozen weight is in float8, and that multiplies float8 numbers.
+"""A linear layer with a frozen float8 weight that multiplies float8 numbers.
 
 Legend: N tokens, `in` and `out` features.
 """
@@ -23,15 +23,15 @@ class Float8Linear(nn.Linear):
     """
 
     weight_scale: Tensor
-    compute_dtype: torch.dtype  # of what it replaces; PEFT makes adapters in it first
+    compute_dtype: torch.dtype  # dtype of the replaced layer; PEFT first creates adapters in it
 
     @classmethod
     def of(cls, linear: nn.Linear, quantized: Quantized) -> Self:
-        """Turn a plain linear into this one, in place: names and hooks stay."""
+        """Turn a plain linear layer into this one, in place: names and hooks stay."""
         linear.compute_dtype = linear.weight.dtype
         linear.__class__ = cls
         linear.weight = nn.Parameter(quantized.values, requires_grad=False)
-        # transformers draws again what it thinks was not loaded
+        # transformers initializes again what it thinks was not loaded
         quantized.scales._is_hf_initialized = True
         linear.register_buffer("weight_scale", quantized.scales)
         return linear
@@ -49,7 +49,7 @@ class Float8Linear(nn.Linear):
         return Quantized(self.weight, self.weight_scale).dequantized(dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move to another device, but keep the types: half() would make nonsense of both."""
+        """Move to another device, but keep the dtypes: half() would corrupt weight and scales."""
 
         def keeping_type(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
@@ -66,12 +66,12 @@ class Float8Linear(nn.Linear):
 
 
 class _Float8Product(torch.autograd.Function):
-    """x W^T. Saves nothing but the weight: no gradient of it is computed."""
+    """Computes x W^T. Saves only the weight: no gradient of it is computed."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
         """Return y (..., out) of x (..., in)."""
-        # not saved: FSDP frees what a weight holds, and brings it back into the same tensor
+        # not saved: FSDP frees the weight's memory and later gathers it into the same tensor
         ctx.weight = weight
         ctx.scales = scales
         flat = x.reshape(-1, x.shape[-1])
@@ -88,7 +88,7 @@ class _Float8Product(torch.autograd.Function):
 
 
 def is_float8(module: nn.Module) -> bool:
-    """Return whether a linear, with or without adapters, has a float8 weight."""
+    """Return whether a linear layer, with or without adapters, has a float8 weight."""
     return isinstance(getattr(module, "base_layer", module), Float8Linear)
 
 
@@ -98,10 +98,10 @@ def has_float8(model: nn.Module) -> bool:
 
 
 class Float8LoraLinear(PeftLinear):
-    """PEFT's LoRA linear, which refuses to merge."""
+    """PEFT's LoRA linear layer, which refuses to merge."""
 
     def merge(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse: e4m3 would round most of an adapter away. Raises: ValueError."""
+        """Refuse to merge: e4m3 would round most of an adapter away. Raises: ValueError."""
         raise ValueError(
             "an adapter cannot be merged into float8 weights, which would round it away; "
             "`make merge` merges it into 16-bit ones"
@@ -109,7 +109,7 @@ class Float8LoraLinear(PeftLinear):
 
 
 def refuse_merging(model: PeftModel) -> None:
-    """Make PEFT's linears over float8 weights refuse to merge."""
+    """Make PEFT's linear layers over float8 weights refuse to merge."""
     for module in model.modules():
         if type(module) is PeftLinear and is_float8(module):
             module.__class__ = Float8LoraLinear

@@ -1,7 +1,7 @@
-"""Which weights of a model become float8, and `from_pretrained` that quantizes them as it reads.
+"""Select the weights that become float8, and let `from_pretrained` quantize them as it reads.
 
-transformers reads one tensor after the other to its device and quantizes it there. So the GPU
-holds the float8 model, and one weight in 16 bits.
+transformers reads one tensor after another to its device and quantizes it there. So the GPU stores
+the float8 model, and only one weight in 16 bits.
 """
 
 import contextlib
@@ -32,12 +32,12 @@ from sft_play.plan.structure import FLOAT8_MULTIPLE
 logger = logging.getLogger(__name__)
 
 METHOD = "sft_play_float8"
-NAMED = 3  # layers of one reason that the log names
+NAMED = 3  # layers per reason that the log names
 
 
 @dataclass
 class Float8Layers:
-    """What became of the linears of a model's layers, by name."""
+    """Which linear layers of a model became float8, and which did not, by name."""
 
     quantized: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)  # why they stay as they were loaded
@@ -56,9 +56,10 @@ class Float8Layers:
 
 
 def float8_candidates(model: PreTrainedModel) -> Float8Layers:
-    """Return the linears of a model's layers that may become float8, and why others do not.
+    """Return the linear layers that may become float8, and why others do not.
 
-    Those are frozen linears of the decoder: not embeddings, the head, routers or 3-D experts.
+    Candidates are frozen linear layers of the decoder: not embeddings, the head, routers or 3-D
+    experts.
     """
     routers = unquantized_linears(model)
     of_layers = {module for layer in decoder_layers(model) for module in layer.modules()}
@@ -78,7 +79,7 @@ def float8_candidates(model: PreTrainedModel) -> Float8Layers:
 
 
 class Float8Config(QuantizationConfigMixin):
-    """What `from_pretrained` is given to quantize to float8 while it reads."""
+    """The config that makes `from_pretrained` quantize to float8 while it reads."""
 
     def __init__(self) -> None:
         self.quant_method = METHOD
@@ -96,7 +97,7 @@ class Float8Quantizer(HfQuantizer):
     ) -> PreTrainedModel:
         for line in self.layers.lines():
             logger.info("%s", line)
-        self.remove_quantization_config(model)  # what the files say of the model still holds
+        self.remove_quantization_config(model)  # the files' description still applies
         return model
 
     def param_needs_quantization(
@@ -114,7 +115,7 @@ class Float8Quantizer(HfQuantizer):
         return _Quantize(self.layers)
 
     def is_serializable(self, **kwargs: Any) -> bool:
-        """Return whether the model itself can be saved: adapters are, it is not."""
+        """Return whether the model can be saved: it cannot, but its adapters can."""
         return False
 
     @property
@@ -124,7 +125,7 @@ class Float8Quantizer(HfQuantizer):
 
 
 class _Quantize(ConversionOps):
-    """Quantize one weight, and make its layer one of float8."""
+    """Quantizes one weight, and makes its layer a float8 layer."""
 
     def __init__(self, layers: Float8Layers):
         self.layers = layers
@@ -132,7 +133,7 @@ class _Quantize(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Return the weights by name: in float8, or as they were if that cannot hold them."""
+        """Return the weights by name: in float8, or unchanged if float8 cannot represent them."""
         tensors: dict[str, Tensor] = {}
         for name, value in input_dict.items():
             weight = value[0] if isinstance(value, list) else value
@@ -144,9 +145,9 @@ class _Quantize(ConversionOps):
 
 
 def quantize_layer(linear: nn.Linear, weight: Tensor, name: str, layers: Float8Layers) -> Tensor:
-    """Make a linear one of float8, with `weight`; return what its parameter now is.
+    """Make a linear layer a float8 layer with `weight`; return the new value of its parameter.
 
-    A layer that float8 cannot hold stays plain, and `layers` says why.
+    A layer that float8 cannot represent stays plain, and `layers` records why.
     """
     quantized = quantize_weight(weight)
     reason = why_not_quantized(weight, quantized)
@@ -158,7 +159,7 @@ def quantize_layer(linear: nn.Linear, weight: Tensor, name: str, layers: Float8L
 
 
 def float8_on_meta(model: PreTrainedModel) -> None:
-    """Make the linears of a model without weights those of a float8 base."""
+    """Make the linear layers of a model without weights those of a float8 base."""
     for name in float8_candidates(model).quantized:
         linear = model.get_submodule(name)
         values = torch.empty_like(linear.weight, dtype=FLOAT8)
@@ -167,10 +168,10 @@ def float8_on_meta(model: PreTrainedModel) -> None:
 
 
 def float8_config(device: torch.device) -> Float8Config:
-    """Return what `from_pretrained` is given to load a base on `device`.
+    """Return the config with which `from_pretrained` loads a float8 base on `device`.
 
-    Raises: EnvironmentFault for a GPU without float8, if a run is used that was trained
-    elsewhere.
+    Raises: EnvironmentFault for a GPU without float8. This happens if a run that was trained
+    elsewhere is used.
     """
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
         found = ".".join(map(str, torch.cuda.get_device_capability(device)))

@@ -1,28 +1,28 @@
-"""Numbers in float8 (e4m3): rows with a scale each, and products of such rows.
+"""Convert to float8 (e4m3), with a scale per row, and multiply such rows.
 
     values = round(x / scale),  scale = max |x| / 448 of a row
 
 Rows are tokens of an activation or of a gradient, and outputs of a weight. A row of zeros has scale
-1. e4m3 has 3 bits of mantissa: a number is off by at most 1/17 of itself, unless it is smaller than
-1/28,672 of the largest one of its row, below which numbers lie evenly.
+1. e4m3 has 3 bits of mantissa: the error of a number is at most 1/17 of it. This does not apply to
+numbers smaller than 1/28,672 of the row's largest number, where e4m3's numbers are evenly spaced.
 
-The two products with a frozen float8 weight W, of which row o is W_q[o] * s[o]:
+The two matrix multiplications with a frozen float8 weight W, of which row o is W_q[o] * s[o]:
 
     forward         y = x W^T    = (x_q W_q^T) * scale of the token * s
     input gradient  dx = dy W    = ((dy * s)_q W_q) * scale of the token
 
-s stands on the inner dimension of the second one, where no kernel takes it: dy is multiplied by it
-before it is quantized.
+In the second one, s is on the inner dimension, where no kernel supports it. So dy is multiplied by
+s before it is quantized.
 
-A GPU multiplies float8 rows by rows: the second product wants W_q^T, which is made in a scratch
-buffer each time. That reads and writes a byte of each weight, about 2 % of the product's time at
-8,192 tokens; a second copy would take as many bytes as the weights.
+A GPU multiplies float8 rows by rows. The second multiplication needs W_q^T, which is written to a
+scratch buffer each time. That reads and writes one byte per weight, about 2 % of the
+multiplication's time at 8,192 tokens. A second copy would need as many bytes as the weights.
 
-Fast accumulation: on Hopper sums are kept to 14 bits instead of 24. The error is some 0.1 % of an
-output, and float8's own is 3.7 %; sums in 24 bits take a tenth longer (H200). torchao's row-wise
-recipe trains with it too.
+Fast accumulation: on Hopper, sums have 14 bits instead of 24. The error is about 0.1 % of an
+output, while float8's error is 3.7 %. Sums in 24 bits take a tenth longer (H200). torchao's
+row-wise recipe also trains with fast accumulation.
 
-Legend: N rows or tokens, F features of a row, `in` and `out` features of a weight.
+Legend: N rows or tokens, F features per row, `in` and `out` features of a weight.
 """
 
 import torch
@@ -32,18 +32,18 @@ from sft_play.models import traced_gpu
 from sft_play.models.float8 import kernels
 from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
 
-# What half the numbers of a row may be off by, relative to their size. In e4m3's normal range it is
-# 2 to 3 %; more says that an outlier, 40,000 times as large, pushes them below that range.
+# The maximum relative error of half the numbers of a row. In e4m3's normal range it is 2 to 3 %. A
+# larger error means that an outlier, 40,000 times as large, pushes them below that range.
 MAX_ROW_ERROR = 1 / 16
-SCALES = 8  # of an octave that are tried for a row of a weight
+SCALES = 8  # per octave that are tried for a row of a weight
 SCALED_AT_A_TIME = 1 << 24  # weights; the trials make copies
-SAMPLED = 1024  # numbers of a row that are looked at
+SAMPLED = 1024  # numbers per row that are inspected
 
 
 def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
-    """Return rows x (N, F) in float8, multiplied by `column_scales` (F,) before.
+    """Return rows x (N, F) in float8, after multiplying them by `column_scales` (F,).
 
-    On a GPU one kernel reads and writes them, elsewhere the reference below does.
+    On a GPU, one kernel reads and writes them. On other devices, the reference below is used.
     """
     if x.is_cuda:
         return kernels.quantize(x, column_scales)
@@ -54,7 +54,7 @@ def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
 
 
 def quantize_reference(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
-    """Return the same in plain torch."""
+    """Return the same as `quantize`, in plain torch."""
     wide = x.float()
     if column_scales is not None:
         wide = wide * column_scales
@@ -65,16 +65,16 @@ def to_float8(wide: Tensor) -> Quantized:
     """Return float32 rows (N, F) in float8."""
     largest = wide.abs().amax(dim=-1)
     scales = torch.where(largest > 0, largest * ONE_OVER_LARGEST, 1.0)
-    # torch 2.11 makes NaN of what rounding takes beyond the largest number
+    # torch 2.11 turns numbers that round beyond the largest number into NaN
     values = (wide / scales[:, None]).clamp(-LARGEST, LARGEST)
     return Quantized(values.to(FLOAT8), scales)
 
 
 def quantize_weight(weight: Tensor) -> Quantized:
-    """Return a weight (N, F) in float8, each row with the scale that costs it least.
+    """Return a weight (N, F) in float8, each row with the scale that has the smallest error.
 
-    A larger scale than that of the largest number moves a row along the steps of e4m3: the best of
-    an octave takes a seventh of the squared error away.
+    A scale larger than that of the largest number shifts a row relative to the steps of e4m3. The
+    best scale of an octave removes a seventh of the squared error.
     """
     parts = []
     for rows in weight.split(max(1, SCALED_AT_A_TIME // weight.shape[1])):
@@ -105,10 +105,10 @@ def _best_scaled(wide: Tensor) -> Quantized:
 
 
 def worst_row_error(weight: Tensor, quantized: Quantized) -> float:
-    """Return the largest error of the rows of a weight (N, F): what half its numbers are off by.
+    """Return the largest error of the rows of a weight (N, F): the error of half its numbers.
 
-    It is relative to what half the numbers are smaller than, so that the outlier itself, which is
-    right, does not hide the others. NaN if the weight is not finite; 0 for a row of zeros.
+    It is relative to the size that half the numbers are below. So the outlier itself, which is
+    right, does not hide the other numbers. NaN if the weight is not finite; 0 for a row of zeros.
     """
     if not weight.isfinite().all():
         return float("nan")
@@ -121,7 +121,7 @@ def worst_row_error(weight: Tensor, quantized: Quantized) -> float:
 
 
 def why_not_quantized(weight: Tensor, quantized: Quantized) -> str | None:
-    """Return why a layer keeps its weight (out, in) as it was loaded, None if float8 holds it."""
+    """Return why a layer keeps its loaded weight (out, in), None if float8 can represent it."""
     error = worst_row_error(weight, quantized)
     if error <= MAX_ROW_ERROR:
         return None
@@ -143,7 +143,7 @@ def product(x: Quantized, weight: Tensor, scales: Tensor, dtype: torch.dtype) ->
 
 
 def input_product(dy: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return dx (N, in) in `dtype` of dy (N, out), which the weight's scales have multiplied."""
+    """Return dx (N, in) in `dtype`, from dy (N, out) already multiplied by the weight's scales."""
     if traced_gpu.is_on:
         transposed = torch.empty_like(weight)
         dx = dy.scales.new_empty(len(dy.scales), weight.shape[1], dtype=dtype)
@@ -156,9 +156,9 @@ def input_product(dy: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled_mm(rows: Quantized, columns: Tensor, scales: Tensor) -> Tensor:
-    """Return the product (N, M) in bfloat16; `columns` (K, M) lie side by side in memory.
+    """Return the matrix product (N, M) in bfloat16; `columns` (K, M) are contiguous in memory.
 
-    Row-wise scales give bfloat16 alone.
+    With row-wise scales, torch returns only bfloat16.
     """
     return torch._scaled_mm(
         rows.values,
@@ -171,7 +171,7 @@ def _scaled_mm(rows: Quantized, columns: Tensor, scales: Tensor) -> Tensor:
 
 
 def _reference(rows: Quantized, columns: Tensor, scales: Tensor) -> Tensor:
-    """Return the product (N, M) in float32."""
+    """Return the matrix product (N, M) in float32."""
     with torch.autocast(rows.values.device.type, enabled=False):
         sums = rows.values.float() @ columns.float()
     return sums * rows.scales[:, None] * scales
