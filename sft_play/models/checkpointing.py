@@ -102,7 +102,9 @@ def _checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any
 def _checkpoint_on(
     device: torch.device, checkpoints: Callable[..., Any], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """Checkpoint a layer, with its arguments on its device, whose random state is restored."""
+    """Checkpoint a layer after moving its arguments to its device.
+
+    The checkpoint then restores that device's random state."""
     return checkpoints(function, *send_to_device(args, device))
 
 

@@ -134,7 +134,7 @@ def keep_own_experts(model: PreTrainedModel | PeftModel, process: Process) -> No
         for wrapper in wrappers:
             _keep_own_adapter(wrapper, ranks)
         module.expert_ranks = ranks
-        module._asks_for_tokens = number == 0  # only the first expert module of the model does that
+        module._asks_for_tokens = number == 0  # only the first does; no new module class needed
         module.register_forward_pre_hook(_gather_tokens, with_kwargs=True)
         module.register_forward_hook(_sum_outputs, always_call=True)
 

@@ -64,7 +64,7 @@ def why_no_fla() -> str | None:
         return MISSING
     if not torch.cuda.is_available():
         return None
-    import triton  # the module, because the package metadata may be of another one
+    import triton  # the module: the package metadata may belong to another one
 
     return why_no_kernels(torch.cuda.get_device_capability(), triton.__version__)
 

@@ -1,6 +1,6 @@
-"""Triton, if it is installed: torch for CPUs comes without it.
+"""Import Triton if it is installed: torch for CPUs does not include it.
 
-Without it, modules with kernels can be imported, and no kernel can be launched.
+Without Triton, modules with kernels can be imported, but no kernel can be launched.
 """
 
 from typing import Any, Self

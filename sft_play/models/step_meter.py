@@ -86,7 +86,9 @@ class StepSetup:
 
 @dataclass(frozen=True)
 class MicroBatchBytes:
-    """The bytes of a micro-batch, without what is allocated between steps, gradients included."""
+    """The bytes of a micro-batch, besides those that stay allocated between steps.
+
+    Gradients stay allocated between steps."""
 
     kept: int  # activations, when the output head starts
     layers: int  # the peak before the head starts

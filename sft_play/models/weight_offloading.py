@@ -1,4 +1,4 @@
-"""Store frozen weights of decoder layers in host memory, and on the GPU only during their layer.
+"""Offload decoder layers' frozen weights to host memory, except while their layer computes.
 
 The frozen tensors of an offloaded layer are one block of pinned host memory, which all ranks of a
 machine share. On the GPU, offloaded layers alternate between two buffers: layer i uses buffer i %

@@ -35,7 +35,7 @@ from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Qua
 # The maximum relative error of half the numbers of a row. In e4m3's normal range it is 2 to 3 %. A
 # larger error means that an outlier, 40,000 times as large, pushes them below that range.
 MAX_ROW_ERROR = 1 / 16
-SCALES = 8  # per octave that are tried for a row of a weight
+SCALES = 8  # scales per octave that are tried for a weight's row
 SCALED_AT_A_TIME = 1 << 24  # weights; the trials make copies
 SAMPLED = 1024  # numbers per row that are inspected
 
