@@ -86,7 +86,8 @@ def parts_of(model: nn.Module) -> dict[str, ExpertPart]:
 def as_published(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert tensors from the shapes of the model's parameters to those of an adapter's file.
 
-    The tensors are named by the model's parameters. Return them by the same names."""
+    The tensors are named by the model's parameters. Return them by the same names.
+    """
     return _reshaped(model, tensors, ExpertPart.whole, SharedParamWrapper.for_every_expert)
 
 

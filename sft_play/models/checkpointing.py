@@ -104,7 +104,8 @@ def _checkpoint_on(
 ) -> Any:
     """Checkpoint a layer after moving its arguments to its device.
 
-    The checkpoint then restores that device's random state."""
+    The checkpoint then restores that device's random state.
+    """
     return checkpoints(function, *send_to_device(args, device))
 
 

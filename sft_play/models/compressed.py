@@ -64,7 +64,8 @@ class Linears(NamedTuple):
 def quantized_linears(model: PreTrainedModel) -> Linears:
     """Return the linear layers to quantize: those of the decoder, without routers and gates.
 
-    `model` has no adapters."""
+    `model` has no adapters.
+    """
     within = {module for layer in decoder_layers(model) for module in layer.modules()}
     chosen, others = {}, []
     for name, module in model.named_modules():

@@ -61,7 +61,8 @@ class AdapterTargets:
 def names_targets(model: PreTrainedModel) -> bool:
     """Return whether PEFT would select wrong targets by itself.
 
-    This is the case for models with experts, encoders or modules that PEFT cannot adapt."""
+    This is the case for models with experts, encoders or modules that PEFT cannot adapt.
+    """
     return bool(
         expert_weights(model)
         or routing_linears(model)

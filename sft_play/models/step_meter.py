@@ -88,7 +88,8 @@ class StepSetup:
 class MicroBatchBytes:
     """The bytes of a micro-batch, besides those that stay allocated between steps.
 
-    Gradients stay allocated between steps."""
+    Gradients stay allocated between steps.
+    """
 
     kept: int  # activations, when the output head starts
     layers: int  # the peak before the head starts
