@@ -1,4 +1,4 @@
-"""Our settings as transformers.TrainingArguments."""
+"""Convert SFT-Play's settings to transformers.TrainingArguments."""
 
 from dataclasses import fields
 from functools import reduce
@@ -14,7 +14,7 @@ from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.runs.folder import RunFolder
 
 NEVER = 10**9  # steps: an interval that no run reaches
-# Settings that are arguments of the same name and value. warmup_steps below 1 is a fraction in both
+# Settings with the same name and value as the argument. warmup_steps below 1 is a fraction in both
 UNCHANGED = """
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm
     adam_beta1 adam_beta2 adam_epsilon seed data_seed logging_steps
@@ -45,10 +45,12 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArguments:
-    """Return what callbacks, accelerate and the optimizer read. Call it after `runtime.join_group`.
+    """Return the arguments that callbacks, accelerate and the optimizer read.
 
-    Raises: EnvironmentFault when the process group has another size than was planned, or for an
-    argument that the installed transformers lacks.
+    Call it after `runtime.join_group`.
+
+    Raises: EnvironmentFault if the size of the process group is not the planned one, or if the
+    installed transformers lacks an argument.
     """
     train, plan = planned.config.train, planned.plan
     given = {
@@ -75,9 +77,9 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
 
 
 def _converted(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
-    """Return the arguments that have another name or value than the setting, or follow from a plan.
+    """Return the arguments whose name or value differs from the setting, or follows from the plan.
 
-    Their order is that of the settings: optimizer, batches, engine, evaluation and saving.
+    They are in the order of the settings: optimizer, batches, engine, evaluation and saving.
     """
     is_cpu = plan.ranks.device == "cpu"
     uses_deepspeed = plan.deepspeed is not None

@@ -17,7 +17,7 @@ from sft_play.models.images import trained_encoder_weights
 from sft_play.training.experts import RouterLoss
 
 # Keys of a micro-batch that are not inputs of the model; N labeled tokens
-REAL_LENGTHS = "real_lengths"  # list of int: tokens of each document that is no filler
+REAL_LENGTHS = "real_lengths"  # list of int: tokens of each document without padding
 LOSS_POSITIONS = "loss_positions"  # (N,), see `collate.labelled`
 LOSS_TARGETS = "loss_targets"  # (N,)
 LOSS_GROUPS = "loss_groups"  # `WeightGroups` of them in this order; missing: each weighs 1
@@ -27,27 +27,27 @@ class WeightGroups(NamedTuple):
     """Labeled tokens by their weight in the loss: G groups of consecutive tokens."""
 
     weights: Tensor  # (G,) float32
-    counts: list[int]  # of tokens
-    total: float  # the weights of all tokens, summed
+    counts: list[int]  # tokens per group
+    total: float  # sum of the weights of all tokens
 
 
 def total_weight(batch: Batch) -> float:
-    """Return the weights of a micro-batch's labeled tokens, summed: their number, as a rule."""
+    """Return the sum of the weights of a micro-batch's labeled tokens: usually their number."""
     groups = batch.get(LOSS_GROUPS)
     return float(len(batch[LOSS_TARGETS])) if groups is None else groups.total
 
 
 def spread(loss: Tensor) -> Tensor:
-    """Return a loss whose gradients are NaN where it is NaN or infinite, else the loss itself.
+    """Return a loss whose gradients are NaN if it is NaN or infinite, else the loss itself.
 
-    An infinite loss may have finite gradients: of a target whose logit is -inf.
+    An infinite loss may have finite gradients, e.g. if the target's logit is -inf.
     """
     return loss * (1.0 + 0.0 * loss.detach())  # times 1, or NaN
 
 
 @dataclass
 class StepLoss:
-    """Computes a micro-batch's share of the mean loss of its step, with a graph."""
+    """Computes a micro-batch's share of the mean loss of its step, with the autograd graph."""
 
     model: nn.Module
     context: ContextGroup | None = None  # of ranks that share each row
@@ -57,9 +57,9 @@ class StepLoss:
         self.encoder_weights = trained_encoder_weights(self.model)
 
     def compute(self, wrapped: Any, inputs: Batch, labelled_tokens: float) -> Tensor:
-        """Return the nats of a micro-batch's labeled tokens, divided by those of the step.
+        """Return the sum of a micro-batch's loss in nats, divided by the step's labeled tokens.
 
-        `wrapped` is what calls the model. `labelled_tokens` are those of all ranks.
+        `wrapped` is the object that calls the model. `labelled_tokens` counts those of all ranks.
         """
         inputs = dict(inputs)
         share = total_weight(inputs) / labelled_tokens
@@ -78,9 +78,9 @@ class StepLoss:
 
 
 def take_nll(model: nn.Module, wrapped: Any, inputs: Batch) -> Tensor:
-    """Return the nats of a micro-batch's labeled tokens times their weights, summed, with a graph.
+    """Return the weighted sum of the nats of a micro-batch's labeled tokens, with its graph.
 
-    `wrapped` is the model, or what calls it. What is no input of the model is taken from `inputs`.
+    `wrapped` is the model or its wrapper. Keys that are not model inputs are removed from `inputs`.
     """
     labels = inputs.pop("labels", None)
     positions = inputs.pop(LOSS_POSITIONS)
@@ -108,8 +108,8 @@ def collate_for_step(
 ) -> Batch:
     """Return the collated batch with its labeled tokens and the lengths of its real documents.
 
-    They are found on the CPU: on a GPU the count would force a synchronization. `part` cuts out
-    what this rank computes of it.
+    They are found on the CPU: on a GPU the count would force a synchronization. `part` selects
+    the part of the batch that this rank computes.
     """
     batch = collate(sequences)
     positions, targets = labelled(batch["labels"])

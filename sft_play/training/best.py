@@ -1,7 +1,7 @@
-"""Divergence, and the best checkpoint: when to end, what is kept, what is saved.
+"""Detect divergence, and select the best checkpoint: when to stop, what to keep and save.
 
-A run diverges without NaN if its loss rises to that of a uniform guess, and stays there. The
-best checkpoint is that by train.metric_for_best_model.
+A run diverges without NaN if its loss rises to the loss of a uniform guess and stays there.
+train.metric_for_best_model defines the best checkpoint.
 """
 
 import logging
@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 NEAR = 0.95  # of ln(vocabulary): a model that has collapsed guesses a little better than evenly
 RISE = 0.15  # of ln(vocabulary) above the lowest loss: a random model begins at ln(vocabulary)
-LOGS = 3  # that a loss must stay there,
-STEPS = 10  # and steps: a single bad batch is no divergence
+LOGS = 3  # logged losses for which the loss must stay there,
+STEPS = 10  # and steps: a single bad batch is not a divergence
 
 LogHistory = Sequence[Mapping[str, Any]]
 
@@ -58,10 +58,10 @@ def scores_by_step(log_history: LogHistory, metric: str) -> dict[int, float]:
 
 
 class LossWatch:
-    """Follows the logged losses of a run, in nats a token.
+    """Follows the logged losses of a run, in nats per token.
 
-    A run that diverges fails, unless it publishes the weights of an earlier step: `best_step`
-    returns the one that was scored best, if any. Then `diverged` is the error, and training ends.
+    A run that diverges fails, unless it publishes the weights of an earlier step. In that case
+    `best_step` returns the step with the best score, `diverged` is the error, and training ends.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class LossWatch:
         self.learning_rate = learning_rate
         self.best_step = best_step
         self.uniform = math.log(vocabulary)
-        self.before = math.inf  # of the held-out rows, before training
+        self.before = math.inf  # loss of the held-out rows before training
         self.lowest = math.inf
         self.diverged: DivergedError | None = None
-        self._since: int | None = None  # the first step of those that are as bad as a guess
+        self._since: int | None = None  # first step of the series that is as bad as a guess
         self._logs = 0
         self._last: list[float] = []
 
     def start(self, loss: float) -> str | None:
-        """Record the loss before training, once; return a warning if it is that of a guess.
+        """Record the loss before training, once; return a warning if it equals that of a guess.
 
-        A run that resumes another one has the loss of that run from `replay`.
+        A resumed run gets the loss of the original run from `replay`.
         """
         if math.isfinite(self.before):
             return None
@@ -119,11 +119,11 @@ class LossWatch:
             self.diverge(self._error(loss, f"since step {self._since}"), step)
 
     def finalize(self, step: int, after: float = math.nan, is_best: bool = False) -> None:
-        """Check the losses that a run has ended with, and that of the held-out rows `after`.
+        """Check the last losses of a run, and the loss `after` of the held-out rows.
 
-        NaN if they were not scored.
-        Random weights may end a few steps as guesses: they have learned if held-out rows say so.
-        `is_best` says that the best weights are those that were scored, and are published.
+        `after` is NaN if these rows were not scored.
+        Random weights may end a few steps as guesses: the held-out rows show if they have learned.
+        `is_best` is True if the best weights are those that were scored and are published.
         Raises: DivergedError.
         """
         end = f"at the end, step {step}"
@@ -191,11 +191,11 @@ class EarlyStopping(TrainerCallback):
                 self.patience,
             )
 
-    on_train_begin = on_evaluate  # no step more if the run had ended before it was resumed
+    on_train_begin = on_evaluate  # no further step if the resumed run had ended
 
 
 def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:
-    """Refuse to take the best weights if FSDP divides those that train.
+    """Refuse to load the best weights if FSDP shards the trained weights.
 
     Raises: ConfigError.
     """
@@ -207,7 +207,7 @@ def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:
 
 
 def warning_of(watch: LossWatch, best: Mapping[str, Any] | None) -> str | None:
-    """Return what a run has to say that publishes its best weights though it has diverged."""
+    """Return the warning of a run that publishes its best weights although it has diverged."""
     if watch.diverged is None or best is None:
         return None
     return (

@@ -50,7 +50,7 @@ def build_loop(
 ) -> TrainingLoop:
     """Return the training loop of a run. The order of its rows does not depend on the world size.
 
-    `mean_gpus` is what StepLog asks for the load of the GPUs.
+    StepLog calls `mean_gpus` to get the load of the GPUs.
     """
     config = context.config
     layout = context.plan.layout
@@ -89,7 +89,7 @@ def build_loop(
         best_metric=metric,
     )
     if config.train.load_best_model_at_end:
-        # a run that diverges after a checkpoint that was scored ends with the best of them
+        # if a run diverges after a scored checkpoint, it ends with the best of them
         loop.loss_watch.best_step = lambda: best_step(loop.state.log_history, metric)
     is_recording = context.plan.ranks.strategy in RECORDING_STRATEGIES
     if config.train.cuda_graphs and process.is_gpu and is_recording:
@@ -100,13 +100,13 @@ def build_loop(
 def sharing_ranks(context: RunContext, data: RunData, model: nn.Module) -> ContextGroup | None:
     """Return the ranks that share rows with this one. Every rank must call it.
 
-    Raises: ConfigError for rows with images, and for layers that need the tokens before theirs.
+    Raises: ConfigError for rows with images, and for layers that need the preceding tokens.
     """
     shared = context.plan.layout.context_parallel
     reason = None
     if data.train.has_images:
         reason = "GPUs share no rows with images"
-    elif fused_kernels_of(model).has_mixers:  # of Llama 4, whose queries are scaled by their place
+    elif fused_kernels_of(model).has_mixers:  # as in Llama 4: queries depend on position
         reason = "layers of this model need the tokens before theirs, or their place in the row"
     if shared > 1 and reason is not None:
         raise ConfigError(
@@ -116,7 +116,7 @@ def sharing_ranks(context: RunContext, data: RunData, model: nn.Module) -> Conte
 
 
 def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuard:
-    """Return what finds steps that are not finite, and names their rows."""
+    """Return the guard that finds steps with NaN or infinity, and names their rows."""
     train = context.config.train
 
     def rows_of(step: int, micro_batch: int) -> list[str]:
@@ -127,13 +127,13 @@ def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuar
 
 
 def peak_flops(plan: RunPlan) -> float | None:
-    """Return the operations a second of the planned card's data sheet, None if not known."""
+    """Return the FLOPS of the planned card's data sheet, None if not known."""
     is_known = plan.card is not None and plan.step.is_gpu and plan.step.is_half
     return plan.card.flops if is_known else None
 
 
 def flops_counter(plan: RunPlan) -> Callable[[Sequence[int], int], float] | None:
-    """Return what counts the operations of documents; None if they say nothing of speed."""
+    """Return the function that counts the FLOPs of documents; None if they do not predict speed."""
     if peak_flops(plan) is None:
         return None
     step = plan.step
@@ -178,8 +178,8 @@ def build_evaluator(
 ) -> Evaluator:
     """Return the evaluator of a split of `data`, whose rows are shared among the ranks.
 
-    Answers end where those of the saved model will: where the answers of the training rows end, and
-    at the stop tokens of the base's generation config.
+    Generated answers end where those of the saved model will: at the end token of the training
+    rows' answers, and at the stop tokens of the base model's generation config.
     """
     plan = context.plan
     is_divided = plan.zero_stage == 3 or plan.is_fsdp or plan.is_expert_parallel

@@ -1,4 +1,4 @@
-"""Callbacks of the loop: evaluation mode and its time, progress."""
+"""Callbacks of the loop: evaluation mode, evaluation time and progress."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ from sft_play.training.checks import modes_restored
 logger = logging.getLogger(__name__)
 
 
-# Of evaluations in a run: thinning them would save a short run nothing that anyone notices
+# Seconds of evaluation per run that are never skipped: a short run would gain nothing noticeable
 FREE_SECONDS = 60.0
 
 
@@ -30,8 +30,8 @@ class EvalSpeedCallback(TrainerCallback):
     All of it is restored afterwards, also after an error. transformers has no event before an
     evaluation, hence a context manager.
 
-    An evaluation in training that would exceed `budget`, a share of the time since the first step,
-    is left out; the last step's is not, and FREE_SECONDS of evaluations are free.
+    An evaluation during training is skipped if it would exceed `budget`, a share of the time since
+    the first step. The last step's evaluation is never skipped, and FREE_SECONDS are free.
     """
 
     def __init__(self, budget: float | None = None, process: Process | None = None) -> None:
@@ -39,8 +39,8 @@ class EvalSpeedCallback(TrainerCallback):
         self.process = process or Process.alone(torch.device("cpu"))
         self.clock = time.perf_counter
         self.seconds = 0.0  # of all evaluations
-        self._began: float | None = None  # the first step of training, by the clock
-        self._trained_seconds = 0.0  # of the evaluations since then
+        self._began: float | None = None  # time of the first training step
+        self._trained_seconds = 0.0  # seconds of evaluations since then
         self._evaluations = 0
         self._left_out = 0
 
@@ -78,7 +78,7 @@ class EvalSpeedCallback(TrainerCallback):
             self._began = self.clock()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave out an evaluation that would exceed the budget."""
+        """Skip an evaluation that would exceed the budget."""
         if not control.should_evaluate or self.budget is None:
             return
         if state.global_step >= state.max_steps:
@@ -101,10 +101,10 @@ class EvalSpeedCallback(TrainerCallback):
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self.process.is_main and self._evaluations:
             logger.info("%s", self.describe())
-        self._began = None  # what comes later is no part of training
+        self._began = None  # later evaluations do not belong to training
 
     def would_exceed(self, budget: float) -> bool:
-        """Return whether one more evaluation, as long as the others, would exceed a share."""
+        """Return whether one more evaluation of average length would exceed a share of the time."""
         if not self._evaluations or self._began is None:
             return False
         each = self._trained_seconds / self._evaluations
@@ -126,7 +126,7 @@ class EvalSpeedCallback(TrainerCallback):
 class Progress(TrainerCallback):
     """Shows a progress bar on the main rank's terminal, and one line for each log.
 
-    The first step, which compiles, says every few seconds that it continues, until `close`.
+    The first step compiles. Until `close`, the bar prints every few seconds that it continues.
     """
 
     def __init__(self, process: Process):
@@ -135,7 +135,7 @@ class Progress(TrainerCallback):
         self._first_step: contextlib.ExitStack | None = None
 
     def close(self) -> None:
-        """Say no more that the first step continues."""
+        """Stop printing that the first step continues."""
         if self._first_step is not None:
             self._first_step.close()
 

@@ -1,8 +1,9 @@
-"""Checkpoints: what is written and loaded again, how a folder is published, which one is the best.
+"""Checkpoints: write and load them, publish a folder, and find the best one.
 
-File names and formats of an engine are transformers'. A folder is written in a staging folder,
-checked, sealed and renamed. Every rank must call each of these functions. A rank that fails raises,
-and the failure's broadcast ends the others: none passes the barrier before the folder is published.
+The file names and formats of an engine are those of transformers. A folder is written as a staging
+folder, then checked, sealed and renamed. Every rank must call each of these functions. If a rank
+fails, it raises, and the failure broadcast ends the others: none passes the barrier before the
+folder is published.
 """
 
 import logging
@@ -69,14 +70,14 @@ def save_checkpoint(
     if process.is_main:
         best = best_step(state.log_history, best_metric)
         checkpoints.rotate(target.parent, engine.args.save_total_limit, best)
-    process.gather(None)  # no rank continues before it can be resumed from
+    process.gather(None)  # no rank continues before the checkpoint can be resumed
     return target
 
 
 def take_best(engine: Engine, state: TrainerState, train: TrainSection) -> dict[str, Any] | None:
-    """Put the weights of the best checkpoint into the model, and return which one it is.
+    """Load the weights of the best checkpoint into the model, and return its facts.
 
-    None if that is not asked for, or no checkpoint was scored. Every rank must call it.
+    Return None if this is not requested, or if no checkpoint was scored. Every rank must call it.
     """
     metric = metric_of(train)
     history = state.log_history
@@ -110,9 +111,9 @@ def take_best(engine: Engine, state: TrainerState, train: TrainSection) -> dict[
 def published(
     target: Path, process: Process, facts: stamp.Stamp, keeps_refused: bool = False
 ) -> Iterator[Path]:
-    """Yield the staging folder of `target`, which is stamped, sealed and published afterwards.
+    """Yield the staging folder of `target`; afterwards stamp, seal and publish it.
 
-    With `keeps_refused` what a check inside refuses stays, under the name `<target>.refused`.
+    If `keeps_refused`, a folder that a check inside refuses is kept as `<target>.refused`.
     On machines that do not share the main rank's disk, the first rank publishes its part.
     """
     staged = target.parent / STAGING / target.name
@@ -122,11 +123,11 @@ def published(
         if process.is_main:
             mark.touch()
         yield staged
-        places = process.gather(mark)  # every rank has written
+        places = process.gather(mark)  # every rank has written the mark
         is_publisher = process.is_main
         if process.local_rank == 0 and not places[0].exists():
             is_publisher = True
-        process.gather(None)  # every rank has looked
+        process.gather(None)  # every rank has checked for it
         if process.is_main:
             mark.unlink()
         if is_publisher:
@@ -134,13 +135,13 @@ def published(
             stamp.write(staged, facts)
             checkpoints.publish(staged, target)
     except Exception as error:
-        # what a check refuses the user may judge otherwise
+        # the user may accept what a check refuses
         if isinstance(error, SftPlayError) and process.is_main and keeps_refused:
             refused = target.with_name(f"{target.name}.refused")
             shutil.rmtree(refused, ignore_errors=True)
             rename(staged, refused)
             logger.warning("what was refused is in %s", refused)
-        # it cannot be used, and on a full disk run.json needs the space
+        # it cannot be used, and run.json needs the space if the disk is full
         shutil.rmtree(staged, ignore_errors=True)
         raise
 
@@ -165,14 +166,14 @@ def write_weights(engine: Engine, folder: Path) -> None:
         state_dict = engine.wrapped._zero3_consolidated_16bit_state_dict(
             exclude_frozen_parameters=is_peft
         )
-        state_dict = state_dict or {}  # None on other ranks than the main one
+        state_dict = state_dict or {}  # None on all ranks except the main one
     elif is_peft:
         state_dict = model.state_dict()
     if is_peft:
         state_dict = as_published(model, state_dict)
     if not engine.process.is_main:
         return
-    # by default PEFT would ask the hub whether the vocabulary was resized
+    # by default PEFT would query the hub to find out if the vocabulary was resized
     options = {"save_embedding_layers": False} if is_peft else {}
     used_cache = engine.text_config.use_cache
     engine.text_config.use_cache = engine.base_use_cache
@@ -197,13 +198,13 @@ def load_weights(engine: Engine, checkpoint: Path) -> None:
             deepspeed_load_checkpoint(engine.wrapped, str(checkpoint), load_module_strict=is_strict)
     elif isinstance(model, PeftModel):
         load_published(model, checkpoint, is_trainable=True)
-    elif not engine.trains_divided:  # else the model was loaded from there
+    elif not engine.trains_divided:  # otherwise the model was loaded from this checkpoint
         load_trained(model, str(checkpoint))
 
 
 @contextmanager
 def loading_plain(checkpoint: Path) -> Iterator[None]:
-    """Let torch.load run no code of pickles, as DeepSpeed would. Raises: CheckpointError."""
+    """Keep torch.load from running code of pickles, as DeepSpeed would. Raises: CheckpointError."""
     load = torch.load
     torch.load = lambda *args, **options: load(*args, **options | {"weights_only": True})
     try:
@@ -227,7 +228,7 @@ def write_optimizer(engine: Engine, folder: Path) -> None:
         engine.wrapped.save_checkpoint(str(folder), exclude_frozen_parameters=is_peft)
     elif engine.shares_experts or is_main:
         state = engine.optimizer.state_dict()
-        if engine.shares_experts:  # as one process has it: a collective
+        if engine.shares_experts:  # in the layout of one process: a collective
             state = reshape_moments(engine, state, ExpertPart.whole)
         if is_main:
             torch.save(state, folder / OPTIMIZER_NAME)
@@ -239,7 +240,7 @@ def write_optimizer(engine: Engine, folder: Path) -> None:
 
 
 def load_optimizer(engine: Engine, checkpoint: Path) -> None:
-    """Load the state of optimizer, schedule and loss scaler; a divided one on any world size."""
+    """Load the state of optimizer, schedule and loss scaler; sharded state fits any world size."""
 
     def read(name: str, device: torch.device | str = "cpu") -> dict[str, Any]:
         return torch.load(checkpoint / name, map_location=device, weights_only=True)
@@ -251,7 +252,7 @@ def load_optimizer(engine: Engine, checkpoint: Path) -> None:
             dcp.load(state, checkpoint_id=checkpoint / DIVIDED_OPTIMIZER)
             set_optimizer_state_dict(engine.model, engine.torch_optimizer, state["optimizer"])
         elif not engine.is_deepspeed:  # which has loaded it with the weights
-            # several ranks of a host would need its memory several times
+            # several ranks of a host would multiply its host memory
             device = process.device if process.world_size > 1 else "cpu"
             state = read(OPTIMIZER_NAME, device)
             if engine.shares_experts:
@@ -263,12 +264,12 @@ def load_optimizer(engine: Engine, checkpoint: Path) -> None:
         if scaler is not None:
             scaler.load_state_dict(read(SCALER_NAME))
     schedule = getattr(engine.lr_scheduler, "scheduler", engine.lr_scheduler)  # in a wrapper
-    if isinstance(schedule, LambdaLR):  # that of the checkpoint, which train.extend makes longer
+    if isinstance(schedule, LambdaLR):  # the checkpoint's schedule, which train.extend makes longer
         apply_schedule(schedule)
 
 
 def _divided_optimizer(engine: Engine) -> dict[str, Any]:
-    """Return the state of an optimizer whose weights FSDP divides: this rank's part."""
+    """Return this rank's part of the state of an optimizer whose weights FSDP shards."""
     return {"optimizer": get_optimizer_state_dict(engine.model, engine.torch_optimizer)}
 
 
@@ -327,14 +328,14 @@ def set_generators(states: dict[str, Any]) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])
     gpus = states.get("cuda", [])
-    if torch.is_tensor(gpus):  # of one process, as transformers writes it
+    if torch.is_tensor(gpus):  # saved by one process, in the format of transformers
         gpus = [gpus]
     for number, state in enumerate(gpus[: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state, number)
 
 
 def load_random_state(process: Process, checkpoint: Path) -> None:
-    """Restore the random generators of this rank; those of a rank that is new stay as they are."""
+    """Restore this rank's random generators; a rank that is new keeps its current ones."""
     path = checkpoint / _random_state_name(process)
     if path.is_file():
         with loading_plain(checkpoint), safe_globals():

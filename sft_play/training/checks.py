@@ -1,9 +1,9 @@
 """Checks of a model before and during training.
 
-The engine: libraries fall back to another wrapper without a message. Causality: an encoder, or a
-model that reads its prompt in both directions, would learn to copy what it is to predict.
-Ranks: gradients are summed over them, weights are not, so what a single rank does to its weights
-stays. That packed documents are kept apart is checked in `isolation`.
+Engine: libraries fall back to another wrapper without a message. Causality: an encoder, or a
+model that reads its prompt in both directions, would learn to copy what it should predict.
+Ranks: gradients are summed over ranks, but weights are not. A change that a single rank makes to
+its weights therefore persists. `isolation` checks that packed documents are kept apart.
 
 Legend: T tokens of a text, V vocabulary.
 """
@@ -29,23 +29,23 @@ from sft_play.training.memory import innermost
 WRAPPERS_OF_STRATEGY = {
     "single": (None,),
     "ddp": ("DistributedDataParallel",),
-    "fsdp": (None, "DistributedDataParallel"),  # that of adapters, over divided weights
-    "ep": (None, "DistributedDataParallel"),  # without one if only experts are trained
+    "fsdp": (None, "DistributedDataParallel"),  # DDP of adapters, over sharded weights
+    "ep": (None, "DistributedDataParallel"),  # no wrapper if only experts are trained
     "deepspeed": ("DeepSpeedEngine",),
 }
 WRAPPERS = ("DistributedDataParallel", "DeepSpeedEngine", "DataParallel")
 TEXT_TOKENS = 24
-# Of the change of the last token's logits. Earlier ones are the same sums of the same numbers:
-# 55 of 56 model types give the same bits. BERT with random weights moves them by 2e-3.
+# Relative to the change of the last token's logits. Earlier logits are the same sums of the same
+# numbers: 55 of 56 model types give the same bits. BERT with random weights moves them by 2e-3.
 MAX_MOVED = 1e-4
-MAX_MOVED_COARSE = 0.05  # experts multiply the tokens that are sent to them together, in 16 bits
+MAX_MOVED_COARSE = 0.05  # an expert multiplies all tokens routed to it in one GEMM, in 16 bits
 # A view of the same bytes as integers
 INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SUMMED_AT_ONCE = 1 << 24  # elements: a CPU copies them to int64
 
 
 def check_engine(model: nn.Module, strategy: str) -> None:
-    """Raise EnvironmentFault unless the model is wrapped as the strategy demands.
+    """Raise EnvironmentFault unless the model has the wrapper that the strategy needs.
 
     Libraries fall back to another wrapper without a message.
     """
@@ -90,7 +90,7 @@ def check_finite_optimizer(optimizer: Any, step: int) -> None:
 def check_causality(model: nn.Module, vocabulary: int, device: torch.device) -> None:
     """Raise ConfigError if changing the last token of a text moves the logits of earlier ones.
 
-    In evaluation and in training mode, which some models mask differently. Every rank must call it.
+    It checks evaluation and training mode: some models mask differently. Every rank must call it.
     """
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, TEXT_TOKENS), generator=generator)
@@ -103,7 +103,7 @@ def check_causality(model: nn.Module, vocabulary: int, device: torch.device) -> 
             one, other = (_logits(model, text.to(device)) for text in (ids, changed))
             change = (one - other).abs().amax(-1)  # (T,)
             moved, own = change[:-1].max().item(), change[-1].item()
-            if moved > limit * own:  # NaN is left to the first evaluation
+            if moved > limit * own:  # NaN is reported by the first evaluation
                 base = base_model_of(getattr(model, "module", model))
                 raise ConfigError(
                     f"model.name={base.name_or_path}: {type(base).__name__} sees tokens that come "
@@ -122,7 +122,7 @@ def _logits(model: nn.Module, ids: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def modes_restored(model: nn.Module) -> Iterator[None]:
-    """Put every module back into its mode, training or evaluation, on leaving."""
+    """Restore the mode of every module, training or evaluation, on leaving."""
     was_training = {module: module.training for module in model.modules()}
     try:
         yield
@@ -132,14 +132,14 @@ def modes_restored(model: nn.Module) -> Iterator[None]:
 
 
 def rounds_coarsely(model: nn.Module) -> bool:
-    """Return whether rounding chooses experts, or steps of float8."""
+    """Return whether rounding can change the chosen expert or the float8 value."""
     return bool(expert_weights(model)) or has_float8(model) or rounds_inputs(model)
 
 
 def has_equal_copies(model: nn.Module, process: Process) -> bool:
     """Return whether every rank has all trained weights, rounded alike. Every rank must call it.
 
-    ZeRO-3 and FSDP give each rank a part, and GPUs of two kinds add in another order.
+    ZeRO-3 and FSDP give each rank a part. GPUs of two kinds sum in a different order.
     """
     for parameter in _trained(model).values():
         if hasattr(parameter, "ds_tensor") or isinstance(parameter, DTensor):
@@ -150,7 +150,7 @@ def has_equal_copies(model: nn.Module, process: Process) -> bool:
 def check_equal_ranks(model: nn.Module, process: Process, step: int) -> None:
     """Compare the trained weights of all ranks, bit by bit. Every rank must call it.
 
-    Experts that a rank has for itself are left out.
+    Experts that only one rank has are left out.
     Raises: EnvironmentFault, on every rank, if they differ.
     """
     own = bit_sums(pair for pair in _trained(model).items() if part_of(pair[1]) is None)
@@ -169,7 +169,7 @@ def check_equal_ranks(model: nn.Module, process: Process, step: int) -> None:
 def bit_sums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """Return the sum of each tensor's elements read as integers; one changed bit changes it.
 
-    Of tensors that ZeRO-3 or FSDP divides it is the sum of this rank's part. The sums, modulo
+    For tensors that ZeRO-3 or FSDP shards, it is the sum of this rank's part. The sums, modulo
     2^64, do not round. Waits for the GPU once.
     """
     sums: dict[str, Tensor] = {}
@@ -179,7 +179,7 @@ def bit_sums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
         sums[name] = torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
     if not sums:
         return {}
-    device = next(iter(sums.values())).device  # a placed model is on several
+    device = next(iter(sums.values())).device  # a model placed by a device map is on several
     numbers = torch.stack([number.to(device) for number in sums.values()]).tolist()
     return dict(zip(sums, numbers, strict=True))
 

@@ -15,13 +15,13 @@ from sft_play.errors import (
     of_os_error,
 )
 
-# Messages of gloo and NCCL when a peer is gone or a collective timed out; gloo raises plain
+# Messages of gloo and NCCL if a peer is gone or a collective timed out; gloo raises plain
 # RuntimeErrors.
 PEER_LOST = re.compile(
     r"gloo/|NCCL (error|operation)|Connection (reset|closed) by peer|Broken pipe|Timed out waiting",
     re.IGNORECASE,
 )
-# Messages of safetensors and torch.save on a full disk, if Python would raise an OSError
+# Messages of safetensors and torch.save on a full disk, for which Python would raise an OSError
 DISK_FULL = re.compile(
     r"No space left on device|os error 28|Disk quota exceeded|"
     r"PytorchStreamWriter failed|iostream error|unexpected pos"

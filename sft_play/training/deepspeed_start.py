@@ -1,9 +1,8 @@
-"""What DeepSpeed is given and what it compiles, said before weights load.
+"""Log DeepSpeed's config and compile what it needs, before weights load.
 
-Offloaded optimizers step on the CPU, by code that is compiled at its first use on a machine: for
-minutes, in which nothing would be printed. torch keeps it in its cache of extensions with a lock
-file. A process that was killed while it compiled leaves the file, and everyone would wait for it
-without a word.
+Offloaded optimizers step on the CPU. Their code is compiled at its first use on a machine, which
+takes minutes without any output. torch caches extensions with a lock file. A process that is killed
+while it compiles leaves this file, and all others would wait for it silently.
 """
 
 import fcntl
@@ -27,7 +26,7 @@ CPU_ADAM = "cpu_adam"
 
 
 def prepare_deepspeed(plan: RunPlan, process: Process) -> None:
-    """Log the JSON in force, once, and compile what it needs. Every rank must call it.
+    """Log the JSON config once, and compile what it needs. Every rank must call it.
 
     Raises: EnvironmentFault.
     """
@@ -43,7 +42,7 @@ def prepare_deepspeed(plan: RunPlan, process: Process) -> None:
 
 
 def compile_cpu_adam(process: Process) -> None:
-    """Compile the optimizer of the CPU, one rank of each machine, if it is not compiled yet.
+    """Compile the CPU optimizer on one rank of each machine, if it is not compiled yet.
 
     Every rank must call it. Raises: EnvironmentFault if it cannot be compiled.
     """
@@ -62,7 +61,7 @@ def compile_cpu_adam(process: Process) -> None:
 
 
 def _build_folder() -> Path:
-    """Return where torch keeps what is compiled; it is made. Raises: EnvironmentFault."""
+    """Return torch's folder of compiled extensions; create it. Raises: EnvironmentFault."""
     try:
         return Path(cpp_extension._get_build_directory(CPU_ADAM, verbose=False))
     except OSError as error:
@@ -73,7 +72,7 @@ def _build_folder() -> Path:
 
 
 def free_locks(extensions: Path) -> None:
-    """Do so for every extension of a cache: an optimizer may compile another one on a GPU."""
+    """Remove stale locks of all cached extensions: an optimizer may compile a second one."""
     for lock in sorted(extensions.glob("*/lock")):
         free_lock(lock)
 
@@ -81,7 +80,7 @@ def free_locks(extensions: Path) -> None:
 def free_lock(lock: Path) -> None:
     """Remove the lock of a compilation that has ended without removing it.
 
-    Whoever compiles has the file open, perhaps as another user or on another machine.
+    A process that compiles has the file open, perhaps as another user or on another machine.
     """
     if not lock.exists():
         return
@@ -99,10 +98,10 @@ def free_lock(lock: Path) -> None:
 
 
 def _is_open(path: Path) -> bool:
-    """Return whether any process of this kernel has a file open, or the kernel does not say.
+    """Return whether any process of this kernel has a file open; True if the kernel cannot tell.
 
-    It leases a file only if nobody else has it open: not in another container either, whose
-    processes /proc does not show.
+    The kernel leases a file only if no other process has it open. This includes processes in other
+    containers, which /proc does not show.
     """
     descriptor = os.open(path, os.O_RDWR)
     try:
@@ -115,8 +114,8 @@ def _is_open(path: Path) -> bool:
 
 
 def _compile() -> str | None:
-    """Compile and load the optimizer; return the first line of what went wrong, if anything."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder  # seconds, so only if it is needed
+    """Compile and load the optimizer; return the first line of the error, if any."""
+    from deepspeed.ops.op_builder import CPUAdamBuilder  # takes seconds
 
     try:
         CPUAdamBuilder().load(verbose=False)

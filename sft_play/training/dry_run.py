@@ -1,4 +1,4 @@
-"""Dry runs: steps of a run's loop that measure memory and change nothing.
+"""Dry runs: steps of a run's loop that measure memory without changing anything.
 
 A dry step differs from a real one in two things: its rows are random tokens of the full length, and
 its gradients are zeroed before the optimizer step.
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 
 # DeepSpeed's value before the first micro-step: the next gradient overwrites what is there
 INITIAL_MICRO_STEP_ID = -1
-MOST_SAMPLES = 1000  # with images that are looked at
-TEXT_ID = 0  # of padding, mostly
+MOST_SAMPLES = 1000  # samples with images that are inspected
+TEXT_ID = 0  # mostly of padding
 
 
 class DryRun:
     """A context that measures steps.
 
-    On leaving it restores buffers, gradients, optimizer state and random state, and checks that no
+    On leaving, it restores buffers, gradients, optimizer state and random state, and checks that no
     weight has changed. `steps_optimizer` must be False if the optimizer's state must survive or
-    cannot be dropped: on a resumed run, under DeepSpeed (whose optimizer steps other tensors), and
-    for paged optimizers (whose pages are never freed).
+    cannot be dropped. This applies to resumed runs, to DeepSpeed (whose optimizer steps other
+    tensors), and to paged optimizers (whose pages are never freed).
 
     Raises: EnvironmentFault on leaving, when a weight has changed.
     """
@@ -74,9 +74,9 @@ class DryRun:
     def measure(self, layout: Layout) -> Point | None:
         """Return the peak memory of a step of full rows on this rank; None if it does not fit.
 
-        If ranks divide weights the out-of-memory error is raised, since the others wait for
-        this one inside their passes. The first call takes a warm-up step that is not counted: it
-        allocates what is kept, such as optimizer state, workspaces and compiled kernels.
+        If ranks shard weights, the out-of-memory error is raised, because the others wait for
+        this rank inside their passes. The first call runs a warm-up step that is not counted: it
+        allocates persistent memory, e.g. optimizer state, workspaces and compiled kernels.
         """
         rows = layout.sequences
         length = layout.max_seq_len
@@ -131,9 +131,9 @@ class DryRun:
 def worst_case(loop: TrainingLoop, rows: int, length: int) -> Batch:
     """Return a micro-batch of `rows` rows padded to `length` tokens, collated as in the run.
 
-    Every token but the first is labeled. Each row is one token short, so that whatever padding
-    needs, such as a mask, is allocated as well. Of a run on images each row begins with samples
-    that have the most.
+    Every token except the first is labeled. Each row is one token short, so that anything padding
+    needs, e.g. a mask, is allocated as well. In a run with images, each row starts with the
+    samples that have the most image tokens.
     """
     vocabulary = loop.engine.model.config.get_text_config().vocab_size
     generator = np.random.default_rng(0)
@@ -143,7 +143,7 @@ def worst_case(loop: TrainingLoop, rows: int, length: int) -> Batch:
     sequences = []
     for _ in range(rows):
         drawn = generator.integers(vocabulary, size=max(2, length - 1) - len(seen))
-        # an id that stands for a part of an image would want that image
+        # the id of an image placeholder would require that image
         ids = np.concatenate([seen, np.where(np.isin(drawn, seen), TEXT_ID, drawn)])
         labels = np.concatenate([[IGNORE_INDEX], ids[1:]])
         sequences.append(TokenSequence(ids, labels, (len(ids),), len(ids), images=(images,)))
@@ -156,7 +156,7 @@ def worst_case(loop: TrainingLoop, rows: int, length: int) -> Batch:
 def image_samples(loop: TrainingLoop, length: int) -> list[Sample]:
     """Return samples that fill `length` tokens with as many pixels as the training rows have.
 
-    They are the same ones on every rank; none in a run on text.
+    They are the same on every rank; empty in a run on text.
     """
     samples = loop.rows.samples
     if not isinstance(samples, Split) or loop.collator.images is None:
@@ -214,7 +214,7 @@ def digest(model: nn.Module) -> dict[str, int]:
 def _read_in_place(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of each module by name, while its layer's weights are on the device."""
     base = base_model_of(model)
-    seen: set[Tensor] = set()  # tied ones count once
+    seen: set[Tensor] = set()  # tied tensors count once
     for prefix, module in model.named_modules():
         bring_layer_of(module, base)
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):
