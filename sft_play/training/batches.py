@@ -57,9 +57,9 @@ class StepLoss:
         self.encoder_weights = trained_encoder_weights(self.model)
 
     def compute(self, wrapped: Any, inputs: Batch, labelled_tokens: float) -> Tensor:
-        """Return the sum of a micro-batch's loss in nats, divided by the step's labeled tokens.
+        """Return a micro-batch's summed loss in nats, divided by the step's labeled tokens.
 
-        `wrapped` is the object that calls the model. `labelled_tokens` counts those of all ranks.
+        `wrapped` is the model or its wrapper. `labelled_tokens` counts those of all ranks.
         """
         inputs = dict(inputs)
         share = total_weight(inputs) / labelled_tokens
@@ -70,7 +70,7 @@ class StepLoss:
             inputs[CONTEXT] = self.context
         loss = take_nll(self.model, wrapped, inputs) / labelled_tokens
         if self.encoder_weights and not has_images:
-            # every rank has a gradient of every weight, and it is zero
+            # so that every rank has a gradient, which is zero, for every weight
             loss = loss + 0.0 * sum(weight.sum() for weight in self.encoder_weights)
         if self.router_loss is not None:
             loss = loss + self.router_loss.of_micro_batch(share).to(loss.device)
@@ -129,10 +129,10 @@ def collate_for_step(
 
 
 def _cut(batch: Batch, part: RowPart) -> Batch:
-    """Return a rank's part of a micro-batch."""
+    """Return this rank's part of a micro-batch."""
     found = part.cut(batch)
     if part.rank:
-        found[REAL_LENGTHS] = []  # they count once
+        found[REAL_LENGTHS] = []  # counted once, by the first rank
     is_here, positions = part.own(batch[LOSS_POSITIONS], batch["input_ids"].shape[1])
     found |= {LOSS_POSITIONS: positions, LOSS_TARGETS: batch[LOSS_TARGETS][is_here]}
     if LOSS_GROUPS in batch:

@@ -1,7 +1,7 @@
 """The engine of a run: a model wrapped for its strategy, its optimizer, and its schedule.
 
-accelerate wraps the model in DDP or in DeepSpeed's engine. Models that are divided by FSDP, or that
-share experts, are wrapped here.
+accelerate wraps the model in DDP or in DeepSpeed's engine. Models that FSDP shards, or whose
+experts are shared among ranks, are wrapped here.
 """
 
 import logging
@@ -49,9 +49,9 @@ FASTER = ("lora_B", "lora_embedding_B", "lora_magnitude_vector")
 
 
 class Engine:
-    """A model, and once `prepare` was called what trains it.
+    """A model and, after `prepare`, everything that trains it.
 
-    `wrapped` is what a training step calls: the model, DDP around it, or DeepSpeed's engine.
+    `wrapped` is the object that a training step calls: the model, DDP, or DeepSpeed's engine.
     transformers' `deepspeed_init` reads model, args, accelerator, optimizer and lr_scheduler, and
     calls `create_optimizer` and `create_scheduler`.
     """
@@ -82,7 +82,7 @@ class Engine:
         self._parameters: list[nn.Parameter] | None = None
 
     def prepare(self, steps: int) -> None:
-        """Wrap the model, and make the optimizer and the schedule of so many steps."""
+        """Wrap the model, and create the optimizer and a schedule of `steps` steps."""
         self.args.lr_scheduler_kwargs = options_of(self.args, steps)
         if self.is_deepspeed:
             self.optimizer, self.lr_scheduler = deepspeed_init(self, num_training_steps=steps)
@@ -137,11 +137,11 @@ class Engine:
     def start_epoch(self) -> None:
         """Put the model into training mode, and list its parameters once for all steps."""
         self.wrapped.train()  # a model that was just loaded is partly in evaluation mode
-        # FSDP has other parameters around each pass if it divides those that train
+        # if FSDP shards the trained weights, their parameters are replaced around each pass
         self._parameters = None if self.trains_divided else list(self.wrapped.parameters())
 
     def backward(self, loss: Tensor) -> None:
-        """Compute the gradients of a loss that is already a share of its step's."""
+        """Compute the gradients of a loss that is already a share of its step's loss."""
         if self.is_deepspeed:
             self.accelerator.backward(loss, scale_wrt_gas=False)
         else:
@@ -160,7 +160,7 @@ class Engine:
         return norm
 
     def end_step(self) -> None:
-        """Step the schedule, unless the optimizer left out its step, and drop the gradients."""
+        """Step the schedule, unless the optimizer skipped its step, and drop the gradients."""
         if not self.accelerator.optimizer_step_was_skipped:
             self.lr_scheduler.step()
         for parameter in self._trained():
@@ -170,13 +170,13 @@ class Engine:
         return self._parameters or self.wrapped.parameters()
 
     def _wrap_divided(self) -> nn.Module:
-        """Return a divided model with autocast, the adapters that all ranks have wrapped in DDP.
+        """Return a sharded model with autocast; DDP wraps the adapters that all ranks have.
 
-        accelerate refuses DDP around a model with divided weights (models.sharding), although it
-        need not know of them, nor of experts that other ranks lack (models.expert_parallel).
+        accelerate refuses DDP around a model with sharded weights (models.sharding). But DDP need
+        not know of them, nor of experts that are on other ranks (models.expert_parallel).
         """
         model, accelerator = self.model, self.accelerator
-        # autocast only: what is offloaded stays in host memory
+        # autocast only: offloaded tensors stay in host memory
         accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         if self.trains_divided:
             return model
@@ -198,7 +198,7 @@ class Engine:
 
 
 def create_optimizer(model: PreTrainedModel, args: TrainingArguments, config: Config) -> Optimizer:
-    """Return the optimizer; B of LoRA+ and vision encoders have groups if they have rates."""
+    """Return the optimizer; LoRA+'s B and vision encoders have groups if they have rates."""
     with_decay, without = [], []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -222,15 +222,15 @@ def create_optimizer(model: PreTrainedModel, args: TrainingArguments, config: Co
 
 
 def decays(model: nn.Module, name: str) -> bool:
-    """Return whether weight decay applies to a parameter: not to biases, and not to norms."""
+    """Return whether weight decay applies to a parameter: biases and norms are exempt."""
     module, _, word = name.rpartition(".")
     is_norm = "norm" in type(model.get_submodule(module)).__name__.lower()
     return not is_norm and "bias" not in word
 
 
 def keep_embedding_moments_exact(model: nn.Module) -> None:
-    """Let bitsandbytes' 8-bit optimizers keep 32 bits of the moments of embeddings."""
-    import bitsandbytes  # seconds, so only for these optimizers
+    """Make bitsandbytes' 8-bit optimizers keep the moments of embeddings in 32 bits."""
+    import bitsandbytes  # takes seconds, so only for these optimizers
 
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     for module in model.modules():
@@ -239,11 +239,11 @@ def keep_embedding_moments_exact(model: nn.Module) -> None:
 
 
 def raise_learning_rate_of_b(optimizer: Optimizer, model: nn.Module, ratio: float) -> None:
-    """Move the parameters of B to other groups, with `ratio` times the learning rate.
+    """Move the B parameters to other groups, with `ratio` times the learning rate.
 
     LoRA+ (Hayou et al., arXiv 2402.12354), for the optimizer of train.optim. Modules that are
-    trained completely keep their rate. Call it before the first step and before a schedule is made.
-    The first group keeps its rate, which is the one that is logged.
+    trained in full keep their rate. Call it before the first step and before a schedule is made.
+    The first group keeps its rate, which is the logged one.
     """
     faster_ids: set[int] = set()
     for name, parameter in model.named_parameters():
@@ -254,7 +254,7 @@ def raise_learning_rate_of_b(optimizer: Optimizer, model: nn.Module, ratio: floa
 
 
 def set_group_rate(optimizer: Optimizer, chosen: set[int], factor: float) -> None:
-    """Move parameters, by their `id`, to other groups, with `factor` times the rate."""
+    """Move the parameters with the given `id`s to other groups, with `factor` times the rate."""
     for group in list(optimizer.param_groups):
         own = [parameter for parameter in group["params"] if id(parameter) in chosen]
         if not own:
@@ -286,10 +286,10 @@ def create_accelerator(model: PreTrainedModel, args: TrainingArguments) -> Accel
 
 
 def start_warm_up(schedule: Any, warmup: int) -> None:
-    """Let the warm-up of a schedule, which may be wrapped, start at 1/W of the rate.
+    """Make the warm-up of a schedule, which may be wrapped, start at 1/W of the rate.
 
-    transformers' starts at 0: a run of one step would train nothing. So each step of the warm-up
-    has the rate of transformers' next step, and the last one the peak.
+    transformers' warm-up starts at 0: a run of one step would train nothing. Each warm-up step
+    therefore has the rate of transformers' next step, and the last one has the peak rate.
     """
 
     def with_warm_up(factor: Callable[[int], float]) -> Callable[[int], float]:
@@ -301,9 +301,9 @@ def start_warm_up(schedule: Any, warmup: int) -> None:
 
 
 def apply_schedule(schedule: LambdaLR) -> None:
-    """Give the optimizer the rates of its schedule for the step to come."""
+    """Set the optimizer's learning rates to those of the schedule for the next step."""
     pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     rates = [base * factor(schedule.last_epoch) for base, factor in pairs]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    schedule._last_lr = rates  # what is logged
+    schedule._last_lr = rates  # the logged rates

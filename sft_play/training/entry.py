@@ -1,7 +1,7 @@
 """The entry point of a rank.
 
-Hears signals from its first moment, finds its process in the run, opens run.json, imports the
-backend in the right order, and runs the worker. What takes seconds to import is imported inside.
+Handles signals from the start, finds its place in the run, opens run.json, imports the
+backend in the right order, and runs the worker. Slow imports are inside functions.
 """
 
 import os
@@ -26,8 +26,8 @@ from sft_play.training.recorder import RunRecorder
 def main(path: Path, may_fork: bool = False) -> int:
     """Run the worker on a run folder; return the exit class as the process's exit code.
 
-    `may_fork` says that this process does nothing else, so that what will open the saved weights
-    may be forked from it.
+    `may_fork` is True if this process does nothing else. Then the process that will open the saved
+    weights may be forked from it.
     """
     folder = RunFolder(path)
     guard_output(targets.shown)
@@ -36,7 +36,7 @@ def main(path: Path, may_fork: bool = False) -> int:
     with StopSignals(is_rank=True) as signals:
         try:
             planned = PlannedRun.read(folder)
-        except SftPlayError as error:  # no run folder, so nowhere to record it
+        except SftPlayError as error:  # no run folder, so the error cannot be recorded
             name = error.exit_class.name.lower()
             cause = mask_secrets(str(error))
             peers.tell_launcher(cause)
@@ -62,7 +62,7 @@ def _run(
 ) -> None:
     is_patched = backend_of(planned.config).patches_transformers
     if may_fork and not is_patched and peers.rank() == 0:
-        opener.start()  # first, as it is to know nothing of what comes
+        opener.start()  # first, because it must know nothing of the run
     else:
         opener.dismiss()
     from sft_play.training import runtime
@@ -80,9 +80,9 @@ def _run(
 
 
 def wait_for_folder(descriptor: int, parent: int) -> str:
-    """Return the run folder that comes on a pipe, once everything is imported.
+    """Return the run folder that arrives on a pipe, once everything is imported.
 
-    Ends this process if none comes, and with the command that started it: it says why it failed.
+    Ends this process if no folder arrives, or if the parent command ends: it reports the failure.
     """
     stops.end_with_parent(parent=parent)
     opener.start()

@@ -1,7 +1,7 @@
-"""What happens in a run, reported to its callbacks in order.
+"""Report the events of a run to its callbacks in order.
 
-transformers' events have its API: a callback gets the arguments, state and control, and the model,
-optimizer, schedule and data loader by name. `Observer` has the events that transformers lacks.
+Events of transformers have its API: a callback gets the arguments, state and control, and the
+model, optimizer, schedule and data loader by name. `Observer` has the events that it lacks.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from sft_play.runs.metrics import GpuSample, SampleAnswer
 
 @dataclass(frozen=True)
 class LogDetails:
-    """What belongs to a log of a loss besides the logged values: `details` of `on_log`."""
+    """Details of a logged loss besides the logged values: `details` of `on_log`."""
 
     by_rank: dict[str, float]  # by the names of TensorBoard
     gpus: tuple[GpuSample, ...]  # of all machines
@@ -71,7 +71,7 @@ class Events:
         self.handler.callbacks += callbacks
 
     def call(self, event: str, **values: Any) -> None:
-        """Report an event of transformers' API; what callbacks ask for is in `control`."""
+        """Report an event of transformers' API; `control` contains what callbacks request."""
         report = getattr(self.handler, event)
         self.control = report(self.arguments, self.state, self.control, **values)
 
@@ -83,6 +83,6 @@ class Events:
 
 
 def stop_training(control: TrainerControl) -> None:
-    """Ask to end training after this step, and leave out what ends an epoch."""
+    """Request to end training after this step, without the actions at the end of an epoch."""
     control.should_training_stop = True
     control.should_epoch_stop = True

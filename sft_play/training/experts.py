@@ -1,11 +1,11 @@
-"""Mixtures of experts: their load-balancing loss, and which experts and adapters were trained.
+"""MoE models: the load-balancing loss, and which experts and adapters were trained.
 
     L = NLL + coefficient x experts x sum_i f_i p_i
 
-f_i is the share of tokens that go to expert i, p_i the router's mean probability for it (Switch
-Transformer, equations 4 to 6). The model computes it, as transformers has it. A router is frozen
-under adapters, and the loss then moves what it reads. Tokens are counted on the device: nothing
-waits for them before the run ends.
+f_i is the share of tokens that are routed to expert i, p_i is the router's mean probability for it
+(Switch Transformer, equations 4 to 6). The model computes the loss as in transformers. Adapters
+leave the router frozen, so the loss changes the router's inputs. Tokens are counted on the
+device: nothing waits for the counts before the run ends.
 """
 
 import logging
@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 
 class RouterLoss:
-    """Takes the load-balancing loss from a model's forward passes, and keeps its mean for the log.
+    """Collects the load-balancing loss of a model's forward passes, and its mean for the log.
 
-    A micro-batch counts by its share of the step's labeled tokens, so that the loss has the same
-    weight however a step is cut. The balance itself is that of a micro-batch, as in transformers.
+    A micro-batch counts by its share of the step's labeled tokens, so the loss has the same weight
+    however a step is split. The balance is that of a micro-batch, as in transformers.
     """
 
     def __init__(self, model: nn.Module, coefficient: float):
         self.coefficient = coefficient
         self._taken: Tensor | None = None
         self._sum: Tensor | None = None  # of this rank's shares since the last log
-        self._shares = 0.0  # which are one a step, over all ranks
+        self._shares = 0.0  # their sum over all ranks is 1 per step
         base_model_of(model).register_forward_hook(self._take)
 
     def _take(self, module: nn.Module, args: Any, outputs: Any) -> None:
@@ -106,10 +106,10 @@ class ExpertUse:
     """Counts the tokens that each expert gets in training steps."""
 
     def __init__(self, model: nn.Module):
-        self._counts: dict[str, Tensor] = {}  # (experts + 1,) by module; the last is no expert
+        self._counts: dict[str, Tensor] = {}  # (experts + 1,); the last: no expert
         ranks = ranks_of_experts(model)
         for weight in expert_weights(model):
-            # a hook on the outermost wrapper: fused kernels do not call what is inside
+            # a hook on the outermost wrapper: fused kernels do not call the inner modules
             name = weight.module_name.replace(".base_layer", "")
             if name not in self._counts:
                 device = next(model.get_submodule(weight.module_name).parameters()).device
@@ -121,18 +121,18 @@ class ExpertUse:
         def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             choices = _choices(args, kwargs)
             if choices is not None and is_training(module):
-                # the largest number stands for no expert, if a router has that
+                # the largest number means "no expert", if a router has that
                 numbers = choices.detach().reshape(-1).to(torch.int64).clamp(max=len(counts) - 1)
                 counts.scatter_add_(0, numbers, torch.ones_like(numbers))
 
-        # before the tokens of all ranks meet, if these share the experts
+        # before the tokens of all ranks are gathered, if the ranks share the experts
         module.register_forward_pre_hook(count, with_kwargs=True, prepend=True)
 
     def tokens_of_experts(self, process: Process) -> dict[str, list[int]]:
         """Return the tokens of each expert on all ranks, by module. Every rank must call it.
 
-        A checkpointed layer counts its tokens twice. Modules that are not told the experts of a
-        token, but something else, are left out.
+        A checkpointed layer counts its tokens twice. Modules whose inputs do not contain the expert
+        numbers of a token are left out.
         """
         own = {name: counts[:-1].tolist() for name, counts in self._counts.items()}
         of_ranks = process.gather(own)
@@ -156,11 +156,11 @@ def _choices(args: Any, kwargs: dict[str, Any]) -> Tensor | None:
 
 @torch.no_grad()
 def untrained_adapters(model: nn.Module, process: Process) -> dict[str, list[int]]:
-    """Return the adapters whose B is still zero, by module: their experts, [] for all of it.
+    """Return the adapters whose B is still zero, by module: their experts, or [] for all of it.
 
-    B begins as zero, and a step with any gradient changes it. Left out are adapters that begin
-    otherwise, and those that ZeRO-3 partitions. None is named after a run that changed nothing,
-    such as one step with a learning rate of zero. Every rank must call it.
+    B is initialized to zero, and a step with any gradient changes it. Adapters with another
+    initialization and those that ZeRO-3 partitions are left out. The result is empty if the run
+    changed nothing, e.g. one step with a learning rate of zero. Every rank must call it.
     """
     own: dict[str, list[bool]] = {}  # whether B of each expert is zero
     shared: set[str] = set()
@@ -183,7 +183,7 @@ def untrained_adapters(model: nn.Module, process: Process) -> dict[str, list[int
     of_ranks = process.gather(own) if shared else [own]
     for key in own:
         is_zero = own[key]
-        if key in shared:  # the experts of one rank after those of another
+        if key in shared:  # the experts are in the order of the ranks
             is_zero = [each for rank in of_ranks for each in rank[key]]
         numbers = [number for number, zero in enumerate(is_zero) if zero]
         has_trained |= len(numbers) < len(is_zero)
@@ -193,7 +193,7 @@ def untrained_adapters(model: nn.Module, process: Process) -> dict[str, list[int
 
 
 def experts_report(use: ExpertUse, model: nn.Module, process: Process) -> ExpertsReport | None:
-    """Return what became of experts and adapters; None for a dense model with trained adapters.
+    """Return what was trained of experts and adapters; None for a dense model if all was trained.
 
     Every rank must call it.
     """
@@ -218,7 +218,7 @@ def experts_report(use: ExpertUse, model: nn.Module, process: Process) -> Expert
 
 
 def log_experts(report: ExpertsReport) -> None:
-    """Log how many experts were reached; warn of those that were not, and of untrained adapters."""
+    """Log how many experts were used; warn of unused experts and of untrained adapters."""
     missed = sum(map(len, report.never_reached.values()))
     if report.layers:
         logger.info(

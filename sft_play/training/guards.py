@@ -1,15 +1,15 @@
 """Guards of a run's steps: against NaN, and weights that no gradient reaches.
 
 A loss that is NaN or infinite makes all gradients of its micro-batch NaN (`batches.spread`). The
-sum over ranks makes those of every rank NaN, so the gradient norm tells all ranks in the step
-itself, without a collective or a wait for a micro-step. torch's fused optimizers read it on the
-device (found_inf) and write nothing; the host reads the norm one step later, when the GPU has long
-computed it. Other optimizers wait for the norm of each step, and get no gradients. DeepSpeed, and
-the loss scaler of fp16, leave such a step out themselves.
+sum over ranks makes the gradients of every rank NaN. All ranks therefore see it in the gradient
+norm of the step, without a collective or a wait in a micro-step. torch's fused optimizers read the
+norm on the device (found_inf) and write nothing; the host reads it one step later, when the GPU
+has long computed it. Other optimizers wait for the norm of each step, and get no gradients.
+DeepSpeed and the loss scaler of fp16 skip such a step themselves.
 
-Gradients are expected for all that trains, but for lora_A: its gradient is zero while B is, so B
-speaks for its module. Adapters of single experts are left out too, which a router may not
-choose for long; training.experts counts those.
+Every trained tensor except lora_A should get a gradient. The gradient of lora_A is zero while B
+is zero, so B represents its module. Adapters of single experts are also excluded, because a router
+may not choose an expert for long; training.experts counts those.
 """
 
 import logging
@@ -31,29 +31,29 @@ logger = logging.getLogger(__name__)
 NAMED = 4  # rows of a step, or modules, in a message
 WATCHED_STEPS = 10  # after which a gradient that was always zero is no accident
 COMPARED_NUMBERS = 4096  # of a tensor
-GUARDS = "guards"  # what they know, in trainer_state.json
+GUARDS = "guards"  # their state in trainer_state.json
 LEFT_OUT = ("lora_A", "lora_embedding_A", ".experts.")
 
 
 class StepFacts(NamedTuple):
-    """What is known of a step on this rank, perhaps still on its way from the GPU."""
+    """Facts of a step on this rank, perhaps still being copied from the GPU."""
 
     step: int
     values: Tensor  # (1 + micro-batches,): the gradient norm, and each loss
     arrival: torch.cuda.Event | None  # of the values in host memory
     is_bad: bool | None  # None: the norm decides
-    was_applied: bool  # whether the optimizer may have written it anyway
+    was_applied: bool  # whether the optimizer may have applied the step anyway
 
 
 class BadStep(NamedTuple):
-    """What one rank says of a step that is not finite."""
+    """One rank's report of a step that has NaN or infinity."""
 
     found: str  # "loss=nan" or "grad_norm=inf"
     rows: tuple[str, ...]  # of the first micro-batch whose loss is not finite
 
 
 class StepGuard:
-    """Finds the steps that are not finite, and stops the run or leaves them out.
+    """Finds the steps that have NaN or infinity, and stops the run or skips them.
 
     `rows_of(step, micro_batch)` names the rows of a micro-batch of this rank.
     """
@@ -69,16 +69,17 @@ class StepGuard:
         self.skips = policy == "skip"
         self.most_skipped = most_skipped
         self.rows_of = rows_of
-        self.skipped: list[int] = []  # the steps that were left out
+        self.skipped: list[int] = []  # skipped steps
         self._facts: deque[StepFacts] = deque()
 
     def record(
         self, engine: Engine, step: int, norm: Tensor | float, losses: Sequence[Tensor]
     ) -> Tensor:
-        """Keep the optimizer from a step that is not finite. Call it right before its step.
+        """Prevent the optimizer from applying a step that is not finite.
 
-        `losses` are those of the step's micro-batches. Returns whether the step counts, a tensor on
-        the device.
+        Call it right before the optimizer step.
+        `losses` are those of the step's micro-batches. Returns a tensor on the device: whether the
+        step counts.
         """
         device = engine.args.device
         norm = torch.as_tensor(norm, dtype=torch.float32, device=device).reshape(())
@@ -88,18 +89,18 @@ class StepGuard:
         was_applied = False
         optimizer = engine.torch_optimizer
         if engine.args.fp16:
-            # a norm that overflows is the loss scaler's; it waits for each step, too
+            # a norm that overflows is handled by the loss scaler, which waits for each step, too
             is_bad = bool(self.process.max(int(not torch.isfinite(values[1:]).all())))
             is_finite = torch.tensor(not is_bad, device=device)
         elif engine.is_deepspeed:
             was_applied = engine.wrapped.was_step_applied()
             if not was_applied:
-                engine.lr_scheduler.step()  # as elsewhere: a step left out is one of the schedule
+                engine.lr_scheduler.step()  # a skipped step also counts in the schedule
         elif optimizer.defaults.get("fused") and not engine.trains_divided:
             # torch's fused optimizers read it on the device, for plain tensors
             optimizer.found_inf = 1.0 - is_finite.float()
         elif not is_finite:
-            optimizer.zero_grad(set_to_none=True)  # it leaves out what has no gradient
+            optimizer.zero_grad(set_to_none=True)  # it skips parameters without a gradient
         arrival = None
         if values.device.type == "cuda":
             values = values.to("cpu", non_blocking=True)
@@ -109,10 +110,10 @@ class StepGuard:
         return is_finite
 
     def flush(self, learning_rate: float, keeps_last: bool = False) -> None:
-        """Raise the error of the steps so far that are not finite. Every rank must call it.
+        """Raise the error of the steps so far that have NaN or infinity. Every rank must call it.
 
-        With `keeps_last` the last step is left for later if its values are on their way from a GPU.
-        Raises: DivergedError, on every rank, for a step that is not finite and not left out.
+        With `keeps_last` the last step is checked later if its values are still being copied.
+        Raises: DivergedError, on every rank, for a bad step that was not skipped.
         """
         keeps_last = keeps_last and bool(self._facts) and self._facts[-1].arrival is not None
         while len(self._facts) > keeps_last:
@@ -127,7 +128,7 @@ class StepGuard:
 
     def _handle(self, facts: StepFacts, learning_rate: float) -> None:
         ranks = self.process.gather(self._describe(facts))
-        # that of the first rank with a loss that is not finite, else the norm
+        # the first rank whose loss is not finite, otherwise the norm
         bad = next((rank for rank in ranks if rank.found.startswith("loss")), ranks[0])
         where = f"{bad.found} at step {facts.step}"
         remedy = f"try TRAIN_LEARNING_RATE={learning_rate / 10:g}"
@@ -161,7 +162,7 @@ class StepGuard:
         return BadStep(f"loss={losses[bad[0]]}", tuple(rows))
 
     def correct_log(self, logs: dict[str, float], step: int, steps: int) -> None:
-        """Make the logged loss that of the steps that were trained, of `steps` up to `step`."""
+        """Correct the logged mean loss: only count the trained steps among `steps` up to `step`."""
         left_out = sum(number > step - steps for number in self.skipped)
         if not left_out:
             return
@@ -184,9 +185,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class GradientWatch:
-    """Waits for the first gradient of each tensor that is trained, for WATCHED_STEPS steps at most.
+    """Waits for the first gradient of each trained tensor, for WATCHED_STEPS steps at most.
 
-    It reads the GPU only in steps before the last tensor has had one: usually the first step.
+    It reads from the GPU only until every tensor has had a gradient: usually in the first step.
     """
 
     def __init__(self, process: Process, policy: str = "stop"):
@@ -196,7 +197,7 @@ class GradientWatch:
         self._is_done = False
 
     def record(self, engine: Engine, step: int, steps: int) -> None:
-        """Record the gradients of a step of so many, before they are zeroed.
+        """Record the gradients of `step`, one of `steps` steps, before they are zeroed.
 
         Every rank must call it.
 
@@ -216,7 +217,7 @@ class GradientWatch:
             self._raise_if_missed(step)
 
     def _raise_if_missed(self, steps: int) -> None:
-        """Report what no rank has seen a gradient of. Raises: DivergedError."""
+        """Report the tensors for which no rank has seen a gradient. Raises: DivergedError."""
         self._is_done = True
         missed = set.intersection(*map(set, self.process.gather(list(self._waiting or {}))))
         self._waiting = None
@@ -234,9 +235,9 @@ class GradientWatch:
 
 
 class Movement:
-    """Some numbers of every trained tensor as they were, to be compared once training has ended.
+    """Some numbers of every trained tensor at the start, to compare them after training.
 
-    `has_moved` says that they had changed before the run was resumed.
+    `has_moved` is True if they had changed before the run was resumed.
     """
 
     def __init__(self, model: nn.Module, process: Process, has_moved: bool = False):
@@ -258,7 +259,7 @@ class Movement:
         return any(self.process.gather(has_changed))
 
     def raise_if_unmoved(self, steps: int, learning_rate: float) -> None:
-        """Raise DivergedError on every rank if none of the numbers has changed on any."""
+        """Raise DivergedError on every rank if none of the numbers has changed on any rank."""
         if not self.has_moved():
             dtype = str(self.before[0].dtype).removeprefix("torch.")
             raise DivergedError(
@@ -269,7 +270,7 @@ class Movement:
 
 
 def watched(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained tensors that a gradient is expected for, by name."""
+    """Return the trained tensors that should get a gradient, by name."""
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -289,9 +290,9 @@ def with_gradient(waiting: dict[str, nn.Parameter]) -> list[str]:
 
 
 def moved(waiting: dict[str, nn.Parameter]) -> list[str]:
-    """Return the names of the tensors that are not zero, as B is before its first gradient.
+    """Return the names of the tensors that are not zero; B is zero before its first gradient.
 
-    DeepSpeed has stepped, and keeps no gradients; of stage 3 this rank's part is looked at.
+    DeepSpeed has already stepped and keeps no gradients. At stage 3, this rank's part is checked.
     """
     found = []
     for name, parameter in waiting.items():

@@ -33,22 +33,22 @@ from sft_play.training.recorder import RunRecorder
 logger = logging.getLogger(__name__)
 
 WIDTH = 160  # characters of a sample's line
-FREE_SECONDS = 10.0  # of a score before training, however short the training is
-TRAINING_PASSES = 3.0  # a training step takes so many forward passes
+FREE_SECONDS = 10.0  # for scores before training, however short the training is
+TRAINING_PASSES = 3.0  # a training step takes as long as this many forward passes
 
 
 @dataclass
 class HeldOutEvaluation:
     """Scores the test rows; writes scores to run.json, and rows to eval/.
 
-    Answers go to <when>.jsonl, the loss of each row to <when>.losses.jsonl.
+    Answers are written to <when>.jsonl, the loss of each row to <when>.losses.jsonl.
     """
 
     loop: TrainingLoop
     evaluator: Evaluator
     folder: RunFolder
     recorder: RunRecorder
-    speed: Speed | None = None  # of training, as planned; None if nothing is known of the device
+    speed: Speed | None = None  # predicted training speed; None if the device is not known
     scores: dict[str, Scores] = field(default_factory=dict)  # keys: "before", "after"
 
     def last_scores(self) -> dict[str, float]:
@@ -58,9 +58,9 @@ class HeldOutEvaluation:
         return {name.replace("_", "/", 1): value for name, value in metrics.items()}
 
     def score(self, when: str) -> None:
-        """Score the model as it is now; `when` is "before" or "after". Every rank must call it.
+        """Score the current model; `when` is "before" or "after". Every rank must call it.
 
-        Before, that is the base as it was published, also if it is trained to be rounded.
+        Before training this is the published base model, even if training simulates rounding.
         """
         is_plain = when == "before"
         plain = as_trained(self.loop.engine.model) if is_plain else contextlib.nullcontext()
@@ -84,9 +84,10 @@ class HeldOutEvaluation:
         logger.info("%s %s rows=%d", when, scores.as_text(), rows)
 
     def bound(self) -> None:
-        """Score a sample of the rows if all would take too long. Every rank must call it.
+        """Limit scoring to a sample if all rows would take too long. Every rank must call it.
 
-        Too long is more than FREE_SECONDS, and both times more than train.eval_time_budget.
+        The limit is exceeded if it takes more than FREE_SECONDS, and both times together take more
+        than train.eval_time_budget.
         """
         evaluator, loop = self.evaluator, self.loop
         budget = evaluator.train.eval_time_budget
@@ -102,7 +103,7 @@ class HeldOutEvaluation:
             planned = TRAINING_PASSES * token_seconds * tokens
             if self.speed is not None:
                 planned = tokens / self.speed.tokens_per_second
-            seconds = max(FREE_SECONDS, budget * planned / 2)  # after training it is as much
+            seconds = max(FREE_SECONDS, budget * planned / 2)  # after training it takes as long
             share = min(1.0, seconds / (1 + generates) / loss_seconds)
             rows = math.ceil(share * len(evaluator.split))
             answers = all_answers = len(evaluator.question_indices) if generates else 0
@@ -130,7 +131,7 @@ class HeldOutEvaluation:
 def summary_lines(
     report: RunReport, held_out: HeldOutEvaluation, folder: RunFolder, weights: Path
 ) -> list[str]:
-    """Return scores before and after, sample answers, speed, and what to type next."""
+    """Return scores before and after, sample answers, speed, and the next command to type."""
     name = folder.name
     next_line = f"next     make chat RUN={name} | make eval RUN={name} | make merge RUN={name}"
     warning = [f"warning: {report.warning}"] if report.warning else []

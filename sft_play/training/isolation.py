@@ -1,7 +1,7 @@
-"""Checks that the documents of a packed batch do not see each other, and that parts of a row do.
+"""Check that the documents of a packed batch are isolated, and that the parts of a row are not.
 
-Documents are isolated by a convention between position ids, attention and cache, which a model's
-code, a patched kernel or a new version can break silently.
+Documents are isolated by a convention between position ids, attention and cache. A model's code, a
+patched kernel or a new version can break it without an error.
 
 Legend: T tokens of a document, V vocabulary.
 """
@@ -25,25 +25,25 @@ from sft_play.models.fast.setup import base_model_of
 from sft_play.process import Process
 from sft_play.training.checks import modes_restored, rounds_coarsely
 
-LENGTHS = (19, 27)  # of the documents; no multiple of a kernel's block size
-# Of a long row, which shows chunks and blocks that a model cuts by the place in the row
-FIRST_PART = 0.38  # no chunk of the second document begins where one of the row does
-LONG_ROW = 1024  # tokens; on a GPU past twice a length that the model's config names
+LENGTHS = (19, 27)  # of the documents; not a multiple of a kernel's block size
+# For a long row, which reveals chunks and blocks that a model cuts by the position in the row
+FIRST_PART = 0.38  # no chunk of the second document starts at a chunk boundary of the row
+LONG_ROW = 1024  # tokens; on a GPU more than twice a length that the model's config names
 CUT_BY_PLACE = "chunk|block|floor"  # in the names of such lengths; a window is a distance
-# The limits are fractions of the change of a document's logits when it does attend to the one
-# before it. A batch with other tokens in the other document runs the same kernels, so its logits
-# are the same bits if documents are isolated.
+# The limits are relative to the change of a document's logits when it does attend to the previous
+# one. A batch with other tokens in the other document runs the same kernels, so the logits are
+# bit-identical if documents are isolated.
 MAX_SEEN = 0.01
-# A document by itself runs other kernels; their rounding in half precision adds up over many
+# A document run separately uses other kernels; their rounding in half precision adds up over many
 # layers.
 MAX_ROUNDED = 0.25
-# Rounding also sends tokens of a mixture of experts to other experts, and they take along those
-# that attend to them: 8 layers of gpt-oss with random weights changed by 0.26 in bfloat16 on an
-# H200. Rounding to float8 makes a step of 6 % of a difference in the last bit: Llama 3.1 8B with
-# random weights changed by 0.28.
+# In MoE models, rounding also routes tokens to other experts, which changes the tokens that attend
+# to them: 8 layers of gpt-oss with random weights changed by 0.26 in bfloat16 on an H200. Rounding
+# to float8 turns a difference in the last bit into a step of 6 %: Llama 3.1 8B with random weights
+# changed by 0.28.
 MAX_ROUNDED_COARSE = 0.5
 # gpt-oss-120b with random weights changed by 0.62 on an H100, in 36 layers. The first document of a
-# row shows how much of it is rounding: nothing before that document could change its logits.
+# row shows the rounding part: no earlier document could change its logits.
 MAX_BEYOND_FIRST = 1.5
 
 
@@ -52,10 +52,10 @@ class CrossDocumentEffect:
     """Largest absolute differences of a document's logits."""
 
     seen: float  # when the tokens of the other document change
-    apart: float  # between packed and by itself; if rounding is coarse the median over tokens
-    joined: float  # between continuing the other document and by itself: without any isolation
-    first: float = 0.0  # as `apart`, of a row's first document: rounding only
-    is_coarse: bool = False  # rounding chooses experts, or steps of float8
+    apart: float  # between packed and run separately; the median over tokens if rounding is coarse
+    joined: float  # between continuing the other document and run separately: without any isolation
+    first: float = 0.0  # as `apart`, for a row's first document: rounding only
+    is_coarse: bool = False  # rounding can change the chosen expert or the float8 value
 
     @property
     def holds(self) -> bool:
@@ -89,7 +89,7 @@ def check_cross_document(
 def check_context(
     model: nn.Module, context: ContextGroup, vocabulary: int, process: Process
 ) -> None:
-    """Raise ConfigError unless ranks that share a row compute what one of them computes by itself.
+    """Raise ConfigError unless ranks that share a row get the same result as a single rank.
 
     `model` is the wrapped model. Every rank must call it.
     """
@@ -100,7 +100,7 @@ def check_context(
     part = context.part.cut(whole)
     tokens = part["input_ids"].shape[1]
     ends = torch.tensor([0, tokens], dtype=torch.int32, device=process.device)
-    cut_off = {**part, **Documents(ends, tokens).arguments}  # sees no token of another part
+    cut_off = {**part, **Documents(ends, tokens).arguments}  # attends to no token of another part
     with modes_restored(model), torch.no_grad():
         model.eval()
         expected, shared, without = (
@@ -128,8 +128,8 @@ def measure_cross_document(
 ) -> CrossDocumentEffect:
     """Return how much the documents of a batch affect each other, without dropout.
 
-    The batch has two sequences of the same two documents, in either order, as rows or in one row.
-    Of a document in a long row only the last logits are compared.
+    The batch has two sequences of the same two documents in both orders, as rows or in one row.
+    For a document in a long row, only the last logits are compared.
     """
     is_coarse = rounds_coarsely(model)
     generator = np.random.default_rng(0)  # the same on all ranks
@@ -146,7 +146,7 @@ def measure_cross_document(
         return one[:tokens], other[:tokens]
 
     def alone(ids: np.ndarray) -> Tensor:
-        """Return logits (T, V); if rounding is coarse by the kernels of packed documents."""
+        """Return logits (T, V); if rounding is coarse, with the kernels of packed documents."""
         plain = {"input_ids": torch.from_numpy(ids)[None].to(device)}
         inputs = _inputs([(ids,)], collator, device) if is_coarse else plain
         return model(**inputs).logits[0, : len(ids)].float()
@@ -179,11 +179,11 @@ def _ends_of_long_row(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the last logits (LENGTHS[1], V) of a long row's second document, packed and by itself.
 
-    Empty if rows are short, and if the model's class cannot leave out the other logits.
+    Empty if rows are short, or if the model's class cannot compute only some of the logits.
     """
     base = base_model_of(getattr(model, "module", model))
     tokens = LONG_ROW
-    if device.type != "cpu":  # there it would take minutes
+    if device.type != "cpu":  # on a CPU it would take minutes
         lengths = vars(base.config.get_text_config()).items()
         named = [value for name, value in lengths if re.search(CUT_BY_PLACE, name)]
         tokens = max([tokens, *(2 * value for value in named if isinstance(value, int))])
@@ -198,7 +198,7 @@ def _ends_of_long_row(
     def last(*documents: np.ndarray) -> Tensor:
         batch = _inputs([documents], collator, device)
         padding = batch["input_ids"].shape[1] - sum(map(len, documents))
-        kept = LENGTHS[1] + padding  # a number: the head may be on another GPU
+        kept = LENGTHS[1] + padding  # an integer: the head may be on another GPU
         return model(**batch, logits_to_keep=kept).logits[0, : LENGTHS[1]].float()
 
     return [(last(first, second), last(second))]
@@ -207,7 +207,7 @@ def _ends_of_long_row(
 def _inputs(
     sequences: Sequence[Sequence[np.ndarray]], collator: PackCollator, device: torch.device
 ) -> Batch:
-    """Return what a model gets of sequences of documents."""
+    """Return the model inputs for sequences of documents."""
     batch = collator([_sequence(documents) for documents in sequences])
     del batch["labels"]
     for name, value in batch.items():

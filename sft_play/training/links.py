@@ -1,4 +1,4 @@
-"""How fast ranks sum and copy from host memory, measured before weights load."""
+"""Measure how fast ranks all-reduce and copy from host memory, before weights load."""
 
 import time
 from collections.abc import Callable
@@ -13,19 +13,19 @@ from sft_play.plan import cards
 from sft_play.plan.speed import LINK_SHARE
 from sft_play.process import Process
 
-SUMMED_BYTES = 64 << 20  # enough that a ring is limited by its links
+SUMMED_BYTES = 64 << 20  # large enough that the links limit a ring
 REPEATS = 5
-SLOW_SHARE = 0.25  # of what such links reach, below which something is wrong with them
-COPIED_BYTES = 256 << 20  # as a layer of frozen weights
-SLOW_HOST_SHARE = 0.7  # of what the plan assumes of copies from host memory
+SLOW_SHARE = 0.25  # of the links' expected speed; below it something is wrong
+COPIED_BYTES = 256 << 20  # like a layer of frozen weights
+SLOW_HOST_SHARE = 0.7  # of the speed that the plan assumes for copies from host memory
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """How fast the ranks sum, on GPUs."""
+    """Speed of an all-reduce over the ranks' GPUs."""
 
     world_size: int
-    bytes_per_second: float | None  # through the link of each rank; None on CPUs
+    bytes_per_second: float | None  # through each rank's link; None on CPUs
     expected: float | None  # if the card is known
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Collectives:
 
 @dataclass(frozen=True)
 class HostLink:
-    """How fast each GPU copies from pinned host memory while all of them do."""
+    """Speed of each GPU's copies from pinned host memory while all GPUs copy."""
 
     bytes_per_second: float
     expected: float | None  # what the plan assumes, if the card is known
@@ -60,7 +60,7 @@ class HostLink:
 
 
 def measure_collectives(process: Process) -> Collectives:
-    """Sum over all ranks, on their devices, and return how fast. Every rank must call it.
+    """All-reduce over all ranks on their devices, and return the speed. Every rank must call it.
 
     Raises: EnvironmentFault if the sum is wrong.
     """
@@ -90,8 +90,8 @@ def _card_of(process: Process) -> cards.Card | None:
 
 
 def _seconds_each(process: Process, queue: Callable[[], object]) -> float:
-    """Return the seconds that each of REPEATS pieces of GPU work takes, after a first one."""
-    queue()  # sets up what it needs
+    """Return the seconds that each of REPEATS pieces of GPU work takes, after one warm-up."""
+    queue()  # sets up everything it needs
     torch.cuda.synchronize(process.device)
     started = time.perf_counter()
     for _ in range(REPEATS):
@@ -106,7 +106,7 @@ def check_sum(process: Process) -> None:
     summed = positions + process.rank
     distributed.all_reduce(summed)
     ranks = process.world_size
-    # all are whole numbers below 2^24, so float32 is exact
+    # all are integers below 2^24, so float32 is exact
     right = positions * ranks + ranks * (ranks - 1) // 2
     wrong = process.gather(int((summed != right).sum()))
     for rank, count in enumerate(wrong):
@@ -118,7 +118,7 @@ def check_sum(process: Process) -> None:
 
 
 def _bytes_per_second(process: Process) -> float:
-    """Return the bytes a second that a ring moves over each link in an all_reduce.
+    """Return the bytes per second that a ring moves over each link in an all_reduce.
 
     2 (N - 1) / N of the summed bytes (Patarasuk and Yuan 2009).
     """

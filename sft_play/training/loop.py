@@ -1,7 +1,7 @@
-"""The training loop: what happens in a run, in the order in which it happens.
+"""The training loop: the actions of a run, in their order.
 
-`TrainingLoop` composes an engine, a loss, the order of the rows, guards and a log. What happens is
-reported to callbacks through `events`.
+`TrainingLoop` combines an engine, a loss, the order of the rows, guards and a log. It reports
+events to callbacks through `events`.
 """
 
 import functools
@@ -68,16 +68,16 @@ class TrainingLoop:
     loss_watch: LossWatch
     events: Events
     stamp: stamp.Stamp
-    best_metric: str = "eval_loss"  # of the checkpoint that is never removed
+    best_metric: str = "eval_loss"  # the checkpoint with the best value is never removed
     expert_use: ExpertUse | None = None  # counts from the first step on
-    graphs: GraphedDecoder | None = None  # replays the layers from the first step on
+    graphs: GraphedDecoder | None = None  # replays the layers, from the first step on
     movement: Movement | None = None  # from the start of training on
     report_saved: Callable[[Path], object] = bool  # called with each checkpoint
-    checkpoint: Path | None = None  # that the first epoch resumes
-    accumulators: object = None  # of gradients, which recordings of CUDA graphs need
+    checkpoint: Path | None = None  # the first epoch resumes from it
+    accumulators: object = None  # accumulates gradients, needed while CUDA graphs are recorded
 
     def __post_init__(self) -> None:
-        # the types as loaded: DeepSpeed casts what it trains
+        # the types as loaded: DeepSpeed casts the trained weights
         self.stamp = {**self.stamp, "dtypes": dtypes_of(self.engine.model)}
         self.process = self.engine.process
         self.memory = self.step_log.memory
@@ -94,7 +94,7 @@ class TrainingLoop:
     def start(self, checkpoint: Path | None = None) -> None:
         """Prepare the engine and the state of the run, or load those of a checkpoint.
 
-        Raises: CheckpointError for one that is after the last step of the schedule; DivergedError.
+        Raises: CheckpointError if the checkpoint is after the schedule's last step; DivergedError.
         """
         engine, handler = self.engine, self.events.handler
         self.checkpoint = checkpoint
@@ -138,7 +138,7 @@ class TrainingLoop:
         self.events.call("on_train_end")
 
     def start_state(self) -> None:
-        """Start the state of the run, or read that of a checkpoint, with what guards knew."""
+        """Initialize the state of the run, or read a checkpoint's, including that of the guards."""
         args, process, checkpoint = self.engine.args, self.process, self.checkpoint
         steps = args.max_steps
         if steps <= 0:
@@ -180,7 +180,7 @@ class TrainingLoop:
         return self.engine.accelerator.prepare(loader)
 
     def train_epoch(self, epoch: int) -> None:
-        """Take the steps of an epoch: of a resumed one those that are left."""
+        """Run the steps of an epoch; if it is resumed, the remaining steps."""
         steps = self.steps_per_epoch
         first = self.state.global_step - epoch * steps
         loader, checkpoint = self.loader, self.checkpoint
@@ -197,16 +197,16 @@ class TrainingLoop:
             self.events.tell("on_fetch")
             micro_batches = self.fetch(batches)
             if step == first > 0 and checkpoint is not None:
-                load_random_state(self.process, checkpoint)  # reading the skipped rows has used it
+                load_random_state(self.process, checkpoint)  # after the skipped rows were read
             self.train_step(micro_batches, epoch + (step + 1) / steps)
             if self.control.should_training_stop:
                 break
-        if not self.control.should_epoch_stop:  # the run ends by its schedule, if it ends
+        if not self.control.should_epoch_stop:  # otherwise the schedule decides when the run ends
             self.events.call("on_epoch_end")
             self.evaluate_and_save()
 
     def fetch(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Return the micro-batches of one step. Adds the work of this rank to the log."""
+        """Return the micro-batches of one step. Adds this rank's work to the log."""
         started = time.perf_counter()
         fetched = list(itertools.islice(batches, self.order.layout.micro_batches))
         self.step_log.times.add("data", time.perf_counter() - started)
@@ -215,9 +215,9 @@ class TrainingLoop:
         return fetched
 
     def train_step(self, micro_batches: Sequence[Batch], epochs: float) -> None:
-        """Take an optimizer step, after which `epochs` are trained; log, evaluate and save."""
+        """Run an optimizer step, after which `epochs` are trained; log, evaluate and save."""
         engine, state = self.engine, self.state
-        # the weight of labeled tokens on all ranks: their number if each weighs 1
+        # the total weight of labeled tokens on all ranks: their number if each weighs 1
         labelled_tokens = self.process.sum(sum(map(total_weight, micro_batches)))
         self.step_log.start_step()
         self.events.call("on_step_begin")
@@ -250,7 +250,7 @@ class TrainingLoop:
     def compute_gradients(self, inputs: Batch, labelled_tokens: float, is_last: bool) -> Tensor:
         """Run the forward and backward pass of a micro-batch; return its loss, detached.
 
-        Gradients are summed over the ranks in the last one of a step.
+        Gradients are summed over the ranks in the last micro-batch of a step.
         """
         engine = self.engine
         engine.accelerator.sync_gradients = is_last
@@ -275,7 +275,7 @@ class TrainingLoop:
     def compute_loss(self, inputs: Batch, labelled_tokens: float) -> Tensor:
         """Return a micro-batch's share of the step's mean loss, times the number of ranks."""
         loss = self.loss.compute(self.engine.wrapped, inputs, labelled_tokens)
-        # of a placed model it is on the GPU of the output head
+        # for a model placed on several GPUs, it is on the GPU of the output head
         return (loss * self.process.world_size).to(self.engine.args.device)
 
     def is_converging(self, keeps_last: bool = True) -> bool:
@@ -321,7 +321,7 @@ class TrainingLoop:
         self.events.call("on_log", logs=logs, details=details)
 
     def without_diverged(self, logs: dict[str, float]) -> dict[str, float]:
-        """Return a log, of a run that has diverged only its finite numbers."""
+        """Return the log; if the run has diverged, only its finite numbers."""
         if self.is_converging(keeps_last=False):
             return logs
         return {name: value for name, value in logs.items() if math.isfinite(value)}
@@ -337,7 +337,7 @@ class TrainingLoop:
             self.events.call("on_save")
 
     def score(self, evaluator: Evaluator, rows: str) -> Scores:
-        """Return the scores of the model, which is then put back into its former mode.
+        """Return the scores of the model, which is then restored to its previous mode.
 
         `rows` names the split for `Observer.on_answers`.
         """
