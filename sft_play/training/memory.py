@@ -1,4 +1,4 @@
-"""Memory and time measured on one rank: peaks and seconds by phase, and bytes by component."""
+"""Measure memory and time on one rank: peaks and seconds by phase, and bytes by component."""
 
 import contextlib
 import itertools
@@ -18,11 +18,11 @@ from sft_play.process import Process
 from sft_play.runs.report import RankMemory
 from sft_play.training.memory_lines import rank_memory, resident_peak_bytes
 
-FOLD_AT = 256  # marks that are kept before those that the GPU has passed are added up
+FOLD_AT = 256  # number of marks after which those that the GPU has passed are added up
 
 
 class _Mark(NamedTuple):
-    """Where a part begins, and the one before it ends."""
+    """The start of a part, which is also the end of the previous one."""
 
     moment: "torch.cuda.Event | float"  # seconds on a CPU
     part: str | None
@@ -46,7 +46,7 @@ class StepTimes:
         moment: torch.cuda.Event | float = time.perf_counter()
         if self._is_gpu:
             moment = torch.cuda.Event(enable_timing=True)
-            # another GPU may be the current one, and no time lies between marks on two
+            # another GPU may be the current one, and marks on two GPUs have no time between them
             moment.record(torch.cuda.current_stream(self._device))
         self._marks.append(_Mark(moment, part))
         if len(self._marks) >= FOLD_AT:
@@ -57,13 +57,13 @@ class StepTimes:
         self._seconds[part] += seconds
 
     def take(self) -> dict[str, float]:
-        """Return the seconds between marks since this was last called, as far as they are over."""
+        """Return the seconds between marks since the last call, as far as the parts have ended."""
         self._fold()
         seconds, self._seconds = self._seconds, defaultdict(float)
         return seconds
 
     def _fold(self) -> None:
-        """Add up what lies between marks that the GPU has passed, and drop all but the last."""
+        """Add up the time between marks that the GPU has passed, and drop all but the last mark."""
         while len(self._marks) > 1:
             begin, end = self._marks[0], self._marks[1]
             if self._is_gpu and not end.moment.query():
@@ -79,7 +79,7 @@ class StepTimes:
 class Peaks:
     """The largest peaks over all ranks, in bytes."""
 
-    measured: int  # of the whole run: reserved by the allocator, plus the context
+    measured: int  # over the full run: reserved by the allocator, plus the context
     reserved: int  # by torch's allocator; on a CPU the resident memory
     phases: dict[str, int]  # allocated plus the context; without phases that no rank measured
 
@@ -87,8 +87,8 @@ class Peaks:
 class MemoryMeter:
     """Reads the allocator of this rank's GPU, or the resident memory of a CPU process.
 
-    Of a rank with several GPUs (model.device_map) each number is that of the fullest one.
-    A phase is one of plan.memory.PHASES and lasts until the next one is entered. A CPU has no peaks
+    For a rank with several GPUs (model.device_map) each number is that of the fullest GPU.
+    A phase is one of plan.memory.PHASES and lasts until the next one starts. A CPU has no peaks
     by phase. Reading the allocator's counters does not synchronize with the GPU.
     """
 
@@ -121,7 +121,7 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Keep what is measured inside this context out of the peaks of the run."""
+        """Exclude everything that is measured inside this context from the peaks of the run."""
         self.enter(None)
         kept = self._phases, self._reserved
         self._phases, self._reserved = {}, list(self._reserved)
@@ -132,7 +132,7 @@ class MemoryMeter:
             self._phases, self._reserved = kept
 
     def take_phases(self) -> dict[str, int]:
-        """Return the peak of allocated bytes of each phase since this was last called.
+        """Return the peak of allocated bytes of each phase since the last call.
 
         On a CPU it is the memory that was resident when the phase ended.
         """
@@ -159,7 +159,7 @@ class MemoryMeter:
         return psutil.Process().memory_info().rss
 
     def allocatable_bytes(self) -> int:
-        """Return what this process can allocate in all: what it uses now plus what is free."""
+        """Return the bytes that this process can allocate in total: used now plus free."""
         if not self._is_gpu:
             return self.peak_bytes() + host_memory().available_bytes
         found = []
@@ -199,14 +199,14 @@ class MemoryMeter:
         return {name: allocated + context for name, allocated in self._phases.items()}
 
     def _reserved_peaks(self) -> list[int]:
-        """Return what torch's allocator reserved at most, by device; on a CPU, resident memory."""
+        """Return the peak that torch's allocator reserved, by device; on a CPU, resident memory."""
         if not self._is_gpu:
             return [resident_peak_bytes()]
         self._record()
         return list(self._reserved)
 
     def note_before_training(self) -> None:
-        """Note the peak so far as what the run takes before training."""
+        """Record the peak so far as the memory that the run needs before training."""
         self._before_training = self._reserved_peaks()
 
     def of_ranks(self) -> list[RankMemory]:
@@ -221,7 +221,7 @@ class MemoryMeter:
         return list(itertools.chain.from_iterable(self.process.gather(own)))
 
     def gib_now(self) -> dict[str, float]:
-        """Return what this rank uses now, and the most that it allocated in a step so far."""
+        """Return what this rank uses now, and the most that it has allocated in a step so far."""
         if not self._is_gpu:
             return {"rss_gib": self.peak_bytes() / GIB}
         devices = self.process.devices
@@ -233,7 +233,7 @@ class MemoryMeter:
         }
 
     def run_peak_bytes(self) -> int:
-        """Return the peak of the whole run: what the allocator reserved, plus the context."""
+        """Return the peak of the full run: what the allocator reserved, plus the context."""
         return max(self._reserved_peaks()) + self.context_bytes()
 
     def peaks_over_ranks(self, phases: Iterable[str]) -> Peaks:
@@ -267,7 +267,7 @@ class MemoryMeter:
 def components(model: nn.Module, optimizer: Any, device: torch.device) -> dict[str, int]:
     """Return the current bytes on `device` of weights, adapters, gradients and optimizer.
 
-    Each storage counts once, with all its bytes; the constants of quantized weights are included.
+    Each storage counts once, with all its bytes, including the constants of quantized weights.
     `optimizer` may be wrapped, or None.
     """
     optimizers = [] if optimizer is None else list(_unwrapped(optimizer))
@@ -296,7 +296,7 @@ def components(model: nn.Module, optimizer: Any, device: torch.device) -> dict[s
 
 
 def _unwrapped(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer and what it wraps: accelerate's, DeepSpeed's, and innermost torch's."""
+    """Yield an optimizer and the ones it wraps: accelerate's, DeepSpeed's, and finally torch's."""
     yield optimizer
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer

@@ -1,4 +1,4 @@
-"""Memory of each GPU and time, in the sentences that Unsloth's notebooks print. Loads no torch.
+"""Memory of each GPU and time, in the sentences of Unsloth's notebooks. Does not load torch.
 
 A GB in these lines is 2^30 bytes, as in those notebooks. On CPUs a line is about a process.
 """
@@ -16,7 +16,7 @@ from sft_play.runs.report import RankMemory, RunReport
 def rank_memory(
     rank: int, device: "torch.device", before_bytes: int, peak_bytes: int
 ) -> RankMemory:
-    """Return a rank's peaks and what its GPU, or this host, has."""
+    """Return a rank's peaks and the total memory of its GPU, or of this host."""
     if device.type == "cuda":
         import torch
 
@@ -36,7 +36,7 @@ def rank_memory(
 
 
 def resident_peak_bytes() -> int:
-    """Return the most memory that this process has had on the host."""
+    """Return the peak of this process's resident host memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts KiB
 
 
@@ -48,7 +48,7 @@ GB = 2**30
 
 @dataclass(frozen=True)
 class Speed:
-    """What all processes trained in a second, and how they shared it."""
+    """What all processes trained per second, and their shares of it."""
 
     of_all: float
     unit: str  # tokens/s or samples/s
@@ -56,7 +56,7 @@ class Speed:
 
 
 def lines_before_training(ranks: Sequence[RankMemory]) -> list[str]:
-    """Return what each GPU has and what is reserved once the weights are loaded."""
+    """Return each GPU's memory, and what is reserved once the weights are loaded."""
     if len(ranks) == 1:
         only = ranks[0]
         return [
@@ -81,7 +81,7 @@ def lines_before_training(ranks: Sequence[RankMemory]) -> list[str]:
 def lines_after_training(report: RunReport) -> list[str]:
     """Return the peaks of each GPU, in total and for training, and the time that training took.
 
-    One process on a CPU has none: the line `done` of a run has its peak and its time.
+    One process on a CPU has no such lines: the run's line `done` reports its peak and time.
     """
     ranks = report.memory_by_rank or []
     if len(ranks) == 1 and not _is_gpu(ranks[0]):
@@ -160,12 +160,12 @@ def _parallel_line(is_on_gpus: bool, world_size: int, speed: Speed) -> str:
 
 
 def _label(rank: RankMemory) -> str:
-    """Return `GPU 0`: over several machines the ranks count on."""
+    """Return `GPU 0`: over several machines the ranks are numbered consecutively."""
     return f"GPU {rank.rank}" if _is_gpu(rank) else f"Process {rank.rank}"
 
 
 def _held(rank: RankMemory) -> str:
-    """Return what the bytes count: a GPU's allocator reserves, a CPU process is resident."""
+    """Return what the bytes count: reserved by a GPU's allocator, or resident in a CPU process."""
     return "reserved" if _is_gpu(rank) else "resident"
 
 

@@ -1,6 +1,6 @@
-"""What others see of a run while it trains: metrics.jsonl, trackers, GPU load, a trace of steps.
+"""Outputs of a run while it trains: metrics.jsonl, trackers, GPU load, a trace of steps.
 
-`make watch` follows metrics.jsonl: it has each log, and a sign of life in between. One rank of each
+`make watch` follows metrics.jsonl, which contains each log and a heartbeat. One rank of each
 machine samples the machine's GPUs through NVML.
 """
 
@@ -29,14 +29,14 @@ from sft_play.training.trackers import Trackers
 
 logger = logging.getLogger(__name__)
 
-BEAT_SECONDS = 5.0  # between two signs of life
+BEAT_SECONDS = 5.0  # between two heartbeats
 
 
 class MetricsFile(Observer):
-    """Appends what is logged, and every BEAT_SECONDS the step and the load of the GPUs.
+    """Appends each log and, every BEAT_SECONDS, the step and the load of the GPUs.
 
-    The signs of life come from a thread, until `stop`: they continue during evaluations
-    and while a rank hangs. Without a `path`, as on other ranks than the main one, it does nothing.
+    The heartbeats come from a thread until `stop`: they continue during evaluations and while a
+    rank hangs. Without a `path`, i.e. on all ranks except the main one, it does nothing.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class MetricsFile(Observer):
         self._ended = threading.Event()
 
     def stop(self) -> None:
-        """Give no further sign of life."""
+        """Stop the heartbeats."""
         self._ended.set()
 
     def start(self, state: TrainerState) -> None:
-        """Leave out the lines of steps that are taken again, and start to write."""
+        """Drop the lines of steps that will run again, and start writing."""
         if self.path is None:
             return
         self._state = state
         metrics.forget_after(self.path, state.global_step)
         has_begun = self.path.exists()  # this run continues in its folder
-        for entry in [] if has_begun else state.log_history:  # of the run that it continues from
+        for entry in [] if has_begun else state.log_history:  # logs of the resumed run
             step = entry["step"]
             metrics.append(self.path, MetricsLine(step, state.max_steps, values=numbers_in(entry)))
         self._append(gpus=())
@@ -84,7 +84,7 @@ class MetricsFile(Observer):
         while not self._ended.wait(BEAT_SECONDS):
             try:
                 self._append(gpus=tuple(self.latest_gpus()))
-            except OSError as error:  # a full disk ends the run elsewhere
+            except OSError as error:  # a full disk ends the run elsewhere in the code
                 logger.warning("%s cannot be written: %s", self.path, error)
                 return
 
@@ -100,7 +100,7 @@ class MetricsFile(Observer):
 
 
 def numbers_in(logs: dict[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a log, with as many digits as anyone reads."""
+    """Return the finite numbers of a log, rounded to useful digits."""
     return {
         name: float(f"{value:.6g}")
         for name, value in logs.items()
@@ -123,7 +123,7 @@ class GpuSampler:
 
     @classmethod
     def of_machine(cls, process: Process) -> Self:
-        """Return a sampler of all ranks' GPUs of this machine on its first rank, else of none.
+        """Return a sampler of this machine's GPUs on its first rank, otherwise an empty one.
 
         Every rank must call it.
         """
@@ -136,7 +136,7 @@ class GpuSampler:
         return cls({number: uuid for number, (there, uuid) in enumerate(found) if there == host})
 
     def start(self) -> threading.Thread | None:
-        """Begin to sample, and return the thread that does; None if there is no GPU."""
+        """Start to sample, and return the thread; None if there is no GPU."""
         if not self.uuid_of_rank:
             return None
         thread = threading.Thread(target=self._sample, name="gpus", daemon=True)
@@ -144,7 +144,7 @@ class GpuSampler:
         return thread
 
     def stop(self) -> None:
-        """Sample no more."""
+        """Stop sampling."""
         self._ended.set()
 
     def latest(self) -> Sequence[GpuSample]:
@@ -152,7 +152,7 @@ class GpuSampler:
         return self._latest
 
     def mean_since_log(self) -> Sequence[GpuSample]:
-        """Return the mean load since this was last called, and the most memory."""
+        """Return the mean load since the last call, and the peak memory."""
         with self._lock:
             samples, self._since_log = self._since_log, []
         return tuple(map(_mean, zip(*samples, strict=True)))
@@ -171,7 +171,7 @@ class GpuSampler:
 
 
 def _mean(samples: Sequence[GpuSample]) -> GpuSample:
-    """Return one sample for those of one GPU; it keeps what every one of them has."""
+    """Return one sample that averages those of one GPU; a field that any of them lacks is None."""
 
     def over(name: str, reduce: Callable[[list[float]], float]) -> float | None:
         """Return one value for those of a field, None if a sample lacks it."""
@@ -187,7 +187,7 @@ def _mean(samples: Sequence[GpuSample]) -> GpuSample:
     )
 
 
-FIRST_STEP = 6  # kernels are chosen and compiled before
+FIRST_STEP = 6  # kernels are chosen and compiled in earlier steps
 
 
 class StepTrace(TrainerCallback):
@@ -234,10 +234,10 @@ class StepTrace(TrainerCallback):
 
 
 class Observers:
-    """The context in which a run is trained: inside it, threads sample GPUs and write metrics."""
+    """The context in which a run trains: inside it, threads sample GPUs and write metrics."""
 
     def __init__(self, context: RunContext, opened: Sequence[TrainerCallback]):
-        """`opened` are the trackers; every rank must call it, with none on other ranks than 0."""
+        """`opened` are the trackers. Every rank must call it; all ranks except 0 pass none."""
         self.gpus = GpuSampler.of_machine(context.process)
         self.trackers = Trackers(opened)
         path = context.folder.metrics if context.process.is_main else None

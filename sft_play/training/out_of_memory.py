@@ -1,4 +1,4 @@
-"""The report of a run that is out of memory: bytes by component, and what to type next."""
+"""Report of a run that is out of memory: bytes by component, and what to type next."""
 
 import logging
 import re
@@ -36,7 +36,7 @@ class OutOfMemoryExplainer:
     loop: TrainingLoop | None = None
 
     def __call__(self, error: BaseException) -> tuple[str, OutOfMemoryReport]:
-        """Return in one line where it happened and what fits, and a report; log the components."""
+        """Return one line (where it happened, what fits) and a report; log the components."""
         report = self._report(error)
         for line in table(report.components):
             logger.warning("%s", line)
@@ -46,7 +46,7 @@ class OutOfMemoryExplainer:
         context = self.context
         device = context.process.device
         named = FULL_GPU.search(str(error))
-        if len(context.process.devices) > 1 and named is not None:  # a model placed on several
+        if len(context.process.devices) > 1 and named is not None:  # a model placed on several GPUs
             device = torch.device("cuda", int(named[1]))
         phase = context.memory.current_phase
         step = 0  # before the first
@@ -73,7 +73,7 @@ class OutOfMemoryExplainer:
     def _components(self, phase: str | None, device: torch.device) -> dict[str, ComponentBytes]:
         """Return the predicted and measured bytes of each component.
 
-        Activations and context of a CPU cannot be measured.
+        The activations and the context of a CPU cannot be measured.
         """
         memory = self.context.plan.memory
         phase_bytes = memory.phases[phase] if phase else memory.peak

@@ -1,4 +1,4 @@
-"""The other ranks of a launch on this machine: which of them are gone. Loads no torch."""
+"""Find ranks of this launch on this machine that have ended. Does not load torch."""
 
 import os
 import time
@@ -10,8 +10,8 @@ from sft_play import stops
 from sft_play.errors import ExitClass
 from sft_play.runs import folder
 
-ORPHAN_SECONDS = 120  # to save a last checkpoint, once the launcher is gone
-OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # which accelerate starts, too
+ORPHAN_SECONDS = 120  # to save a last checkpoint, after the launcher has ended
+OF_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun, which accelerate starts, too
 
 
 def rank() -> int:
@@ -20,10 +20,10 @@ def rank() -> int:
 
 
 def end_with_launcher() -> None:
-    """Start a thread that ends this rank when its launcher is killed: it would keep its GPU.
+    """Start a thread that ends this rank if its launcher is killed: it would keep its GPU.
 
-    First a signal, for a last checkpoint. A rank that waits for another one in C++ does not handle
-    it, so after ORPHAN_SECONDS the process exits.
+    First send a signal, so that a last checkpoint is saved. A rank that waits in C++ for another
+    rank does not handle signals, so after ORPHAN_SECONDS the process exits.
     """
 
     def end() -> None:
@@ -35,14 +35,14 @@ def end_with_launcher() -> None:
 
 
 def tell_launcher(cause: str) -> None:
-    """Let torchrun say why this rank ends, in the table that it prints last."""
+    """Make torchrun print why this rank ends, in the last table that it prints."""
     folder.tell_launcher(os.environ, cause)
 
 
 def missing_ranks() -> list[int]:
     """Return the ranks of this machine that torchrun started and whose process has ended.
 
-    torchrun answers the end of a rank with SIGTERM to the others, which a user sends, too.
+    If a rank ends, torchrun sends SIGTERM to the others. A user may send the same signal.
     """
     if OF_TORCHRUN not in os.environ:
         return []
@@ -56,7 +56,7 @@ def missing_ranks() -> list[int]:
 
 
 def gone_words(ranks: Sequence[int]) -> str:
-    """Return the cause of a run whose ranks are gone, and what to do."""
+    """Return why a run fails whose ranks have ended, and what to do."""
     names = ", ".join(map(str, ranks))
     return (
         f"rank {names} ended without a word: it was killed, or crashed; the end of "

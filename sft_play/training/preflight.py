@@ -1,8 +1,8 @@
-"""Before weights load: do all ranks run the same, reach each other, and have room for the run?
+"""Before weights load, check that all ranks agree, reach each other, and have enough memory.
 
-Every rank gathers the same facts and comes to the same verdict, so all of them end together, with
-the name of the machine and the rank that is at fault. The first sums over all ranks must be right
-and in time, and say how fast the links are.
+Every rank gathers the same facts and gets the same result, so all of them end together, with
+the name of the faulty machine and rank. The first all-reduces must be correct and fast enough, and
+they measure the speed of the links.
 """
 
 import logging
@@ -40,12 +40,12 @@ from sft_play.training.recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
 
-# Where files are, which machines may say differently: what is in the files is compared.
+# Paths of files, which may differ between machines: the contents of the files are compared.
 PLACES = ("train.output_dir", "train.run_name", "train.resume_from", "data.cache_dir")
 DATA_PLACES = ("data.train_path", "data.val_path", "data.test_path", "data.image_folder")
-ROOM = 0.97  # of the planned peak: an estimate is no reason to give up for little
-FIRST_SECONDS = 180.0  # for ranks that have met; some are slow to read the base model's files
-JOIN_SECONDS = 15.0  # beyond the timeout of the group, whose error says more
+ROOM = 0.97  # of the planned peak: an estimate should not stop a run for a small shortage
+FIRST_SECONDS = 180.0  # for ranks that have joined; some read the base model's files slowly
+JOIN_SECONDS = 15.0  # beyond the group's timeout, whose error is more precise
 PREFETCHED = 2  # batches of a worker, torch's default
 BYTES_PER_TOKEN = 40  # ids, labels, positions and masks
 SAME_VERSIONS = "install the same on all machines (make install), of the same commit"
@@ -54,7 +54,7 @@ SAME_SETTINGS = (
     "start all machines with the same command and config; numbers that are auto follow from "
     "each machine's GPUs, so set them if GPUs differ"
 )
-# How the names of what must agree start: a cause comes before what follows from it
+# How the names of values that must agree start: a cause precedes its consequences
 DIFFERENCES: tuple[tuple[str | tuple[str, ...], type[SftPlayError], str], ...] = (
     ("version of ", EnvironmentFault, SAME_VERSIONS),
     ("strategy", ConfigError, SAME_SETTINGS),
@@ -71,7 +71,7 @@ DIFFERENCES: tuple[tuple[str | tuple[str, ...], type[SftPlayError], str], ...] =
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank finds where it runs."""
+    """Facts about one rank's environment."""
 
     rank: int
     host: str
@@ -92,11 +92,11 @@ def preflight(
     samples: int,
     recorder: RunRecorder,
 ) -> None:
-    """Check what the ranks have in common and the room that they have, and log a line a machine.
+    """Check that the ranks agree and have enough resources, and log one line per machine.
 
-    `samples` is the number of training rows. DeepSpeed compiles here what it needs. Every rank must
-    call it, after the process group was joined. Raises: ConfigError, DataError or EnvironmentFault,
-    on every rank alike.
+    `samples` is the number of training rows. DeepSpeed compiles its ops here. Every rank must
+    call it after the process group was joined. Raises: ConfigError, DataError or EnvironmentFault,
+    the same on every rank.
     """
     process = context.process
     collectives = None
@@ -156,7 +156,7 @@ def must_agree(
 
 
 def refuse_differences(ranks: Sequence[RankFacts], values: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error of the first thing that is not the same on all ranks, with both values."""
+    """Raise an error for the first value that differs between ranks, with both values."""
     differing = [pair for pair in zip(ranks, values, strict=True) if pair[1] != values[0]]
     if not differing:
         return
@@ -174,11 +174,11 @@ def refuse_differences(ranks: Sequence[RankFacts], values: Sequence[Mapping[str,
 
 
 def refuse_little_memory(ranks: Sequence[RankFacts], context: RunContext) -> None:
-    """Raise EnvironmentFault for a GPU that has no room for the planned step any more."""
+    """Raise EnvironmentFault if a GPU no longer has enough memory for the planned step."""
     plan = context.plan
     chooses_again = context.config.train.probe and not plan.is_batch_explicit
     if not plan.fits or chooses_again:
-        return  # the plan has said so, or the probe finds what fits
+        return  # the plan has reported it, or the probe finds what fits
     needed = ROOM * (plan.memory.predicted_peak - plan.memory.peak.context)
     for facts in ranks:
         if facts.free_bytes is not None and facts.free_bytes < needed:
@@ -189,9 +189,9 @@ def refuse_little_memory(ranks: Sequence[RankFacts], context: RunContext) -> Non
 
 
 def refuse_little_shared_memory(context: RunContext) -> None:
-    """Raise EnvironmentFault if the batches of data loaders' workers do not fit into /dev/shm.
+    """Raise EnvironmentFault if the batches of data loader workers do not fit into /dev/shm.
 
-    torch drops a batch that does not, and the rank would wait for it without end.
+    torch drops a batch that does not fit, and the rank would wait for it forever.
     """
     workers = context.config.train.loader_processes * context.plan.ranks.per_node
     if not workers or not SHARED_MEMORY.is_dir():
@@ -206,7 +206,7 @@ def refuse_little_shared_memory(context: RunContext) -> None:
 
 
 def refuse_little_disk(ranks: Sequence[RankFacts], needed: int) -> None:
-    """Raise EnvironmentFault if the disk of a run folder that is written has too little room.
+    """Raise EnvironmentFault if the disk of a run folder that is written has too little space.
 
     Rank 0 writes checkpoints; ranks that see its folder share its disk.
     """
@@ -250,7 +250,7 @@ def _own_facts(context: RunContext, mark: Path) -> RankFacts:
 
 
 def _find_difference(name: str) -> int:
-    """Return the number in DIFFERENCES of what must be the same."""
+    """Return the index in DIFFERENCES for the name of a value."""
     starts = [start for start, _, _ in DIFFERENCES]
     return next(number for number, start in enumerate(starts) if name.startswith(start))
 
@@ -261,10 +261,10 @@ def _word(value: Any) -> str:
 
 @contextmanager
 def limited(process: Process, give_up: Callable[[str], None], is_joining: bool) -> Iterator[None]:
-    """Call `give_up(cause)` in a thread if what the ranks do inside does not end in time.
+    """Call `give_up(cause)` in a thread if the collectives inside do not end in time.
 
-    While they join, the group's timeout counts, which gloo does not keep if addresses are
-    wrong; machines may start minutes apart. Then they are all there.
+    While ranks join, the limit is the group's timeout, which gloo ignores if addresses are wrong;
+    machines may start minutes apart. Afterwards all ranks are present.
     """
     seconds = process.timeout.total_seconds()
     missing = "the other ranks did not come, or cannot be reached,"

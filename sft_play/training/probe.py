@@ -1,10 +1,10 @@
-"""The probe: measure steps before training, choose the batch again by them, and try the choice.
+"""The probe: measure steps before training, choose the batch again, and try the choice.
 
 All ranks measure the same steps and agree on the largest peak and the least free memory. They
-choose only by these numbers, so they all choose the same. In three cases the plan is tried as it
-is: under DeepSpeed, whose engine cannot change its batch; on a resumed run, whose optimizer has a
-state; and on a CPU, which has no allocator to measure. On a GPU the plan's bytes are then those
-that were measured.
+choose only by these numbers, so all of them choose the same. In three cases the plan is tried
+unchanged: under DeepSpeed, whose engine cannot change its batch; on a resumed run, whose optimizer
+has a state; and on a CPU, which has no allocator to measure. On a GPU, the measured bytes then
+replace the plan's.
 """
 
 import logging
@@ -40,7 +40,7 @@ class ProbeResult:
     """The layout that will run, and its measurements."""
 
     layout: Layout
-    points: tuple[Point, ...]  # the two of the fit first, if there is one
+    points: tuple[Point, ...]  # the two of the fit first, if there is a fit
     fit: MeasuredFit | None  # None if nothing was chosen
     memory: StepBytes | None  # of the layout, as measured; None without a GPU
     budget_bytes: int
@@ -63,7 +63,7 @@ class Probe:
         self.layout = plan.layout
         self.request = probe_fit.request_of_started_run(plan.request, plan.layout)
         self.is_resumed = context.config.train.resume_from is not None
-        # DeepSpeed's batch is fixed, and under FSDP a rank without memory leaves others waiting
+        # DeepSpeed's batch is fixed; under FSDP a rank that is out of memory would block the others
         is_free = plan.ranks.strategy in ("single", "ddp") and not self.is_resumed
         self.chooses = self.memory.is_exact and is_free
         self.device = "a GPU" if plan.ranks.device == "cuda" else "this host"
@@ -71,8 +71,8 @@ class Probe:
     def run(self) -> ProbeResult:
         """Return the layout to run, after it was tried.
 
-        Raises: OutOfMemory on every rank, when no layout fits or the batch that the user set does
-        not.
+        Raises: OutOfMemory on every rank if no layout fits, or if the batch that the user set does
+        not fit.
         """
         folder = cache_folder(self.context.config) / "probes"
         fingerprint = self._fingerprint()
@@ -110,7 +110,7 @@ class Probe:
             checkpoint_layers(model, layers, step.offloaded(layers), step.keeps_attention)
 
     def _as_planned(self, dry_run: DryRun, budget: int) -> ProbeResult:
-        """Try the plan as it is, and correct its bytes by what that took."""
+        """Try the unchanged plan, and replace its bytes with the measured ones."""
         point = self._measure(dry_run, self.layout)
         if point is None:
             raise OutOfMemory(
@@ -161,7 +161,7 @@ class Probe:
     ) -> tuple[Layout, tuple[Point, ...]]:
         """Choose a layout by the fit and try it; return the layout and all points.
 
-        After a layout that does not fit, the next one must need less than its expected peak.
+        If a layout does not fit, the next one must need less than its expected peak.
         """
         allowed = budget
         tried = tuple(points)
@@ -184,7 +184,7 @@ class Probe:
                 if self._needs(point, layout) <= budget:
                     return layout, tried
                 if self.request.batch_size != "auto" and layout == batch.smallest(self.request):
-                    self._warn_of_tight_batch(layout, point, budget)  # it runs
+                    self._warn_of_tight_batch(layout, point, budget)  # it runs, nevertheless
                     return layout, tried
             last = layout
             allowed = min(allowed, fit.peak(layout)) - 1
@@ -201,7 +201,7 @@ class Probe:
     def _cuts_as_planned(self, layout: Layout) -> bool:
         """Return whether steps have the planned micro-batches.
 
-        When rows are packed, these can be the same at another batch size.
+        If rows are packed, they can be the same at another batch size.
         """
         return (
             layout.micro_batches == self.layout.micro_batches
@@ -223,7 +223,7 @@ class Probe:
         return replace(point, phases=peaks)
 
     def _later_state_bytes(self) -> int:
-        """Return the bytes of the moments that DeepSpeed creates in its first step."""
+        """Return the bytes of the moments that DeepSpeed allocates in its first step."""
         is_later = self.loop.engine.is_deepspeed and not self.is_resumed
         if not is_later or not self.memory.is_exact or self.step.offload:
             return 0
@@ -302,7 +302,7 @@ def _apply_layout(probe: Probe, result: ProbeResult, evaluators: Sequence[Evalua
 def split_steps(loop: TrainingLoop, layout: Layout) -> None:
     """Split the same steps into the micro-batches of `layout`, before the first step.
 
-    The number of steps, and so the learning rate schedule, stays the same.
+    The number of steps stays the same, and therefore also the learning rate schedule.
     """
     assert loop.state.global_step == 0, "steps were taken already"
     assert not loop.engine.is_deepspeed, "DeepSpeed's engine has its batch built in"

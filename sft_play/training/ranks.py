@@ -1,8 +1,8 @@
-"""The ranks of a run as a group: joined, watched, and left.
+"""The ranks of a run as a group: join, watch and leave.
 
-A rank that fails ends the others with its cause; otherwise they would wait for it in a collective.
-Each rank also watches the others and itself, for who is gone and what hangs: a rank that waits for
-a stopped one waits until the timeout of its process group, and under DeepSpeed for ever.
+A rank that fails ends the others and passes its cause; otherwise they would wait for it in a
+collective. Each rank also watches for ranks that have ended or hang, itself included. Otherwise a
+rank would wait for a stopped one until the process group's timeout, and forever under DeepSpeed.
 """
 
 import faulthandler
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 FAILURE_KEY = "sft_play/failure"
 POLL_SECONDS = 1.0
 ACKNOWLEDGE_SECONDS = 5.0  # for all ranks to answer; a rank that is gone never does
-# The rank that failed exits this long before those that follow it: launchers report the first exit
-# as the cause.
+# The rank that failed exits this long before the ranks that follow it: launchers report the first
+# exit as the cause.
 LEAD_SECONDS = 1.0
 WATCH_KEY = "sft_play/watch"
 TICK_SECONDS = 1.0
-GONE_SECONDS = 4.0  # in which a rank that failed is heard of by the failure broadcast
-SLOW_STEPS = 20.0  # times the slowest step so far is no step any more
-SHOW_STACKS = signal.SIGUSR2  # a rank that gets it writes where each of its threads is
+GONE_SECONDS = 4.0  # in which the failure broadcast reports a rank that failed
+SLOW_STEPS = 20.0  # a step that takes more than so many times the slowest one is considered hung
+SHOW_STACKS = signal.SIGUSR2  # a rank that gets it writes the stack of each of its threads
 
 
 class FailureBroadcast:
@@ -94,7 +94,7 @@ class FailureBroadcast:
         os._exit(exit_class)
 
     def stop(self) -> None:
-        """Stop listening: the run has ended well."""
+        """Stop listening: the run has ended without an error."""
         self._stopped.set()
 
     def _listen(self, store: distributed.Store) -> None:
@@ -108,8 +108,8 @@ class FailureBroadcast:
             self.follow(rank, ExitClass(exit_class), cause)
             store.set(self._acknowledged[self.rank], "1")
         except distributed.DistError as error:
-            # the rank that hosts the store is gone: a collective fails because of that, or the
-            # launcher ends this rank
+            # the rank that hosts the store has ended: a collective fails because of that, or
+            # the launcher ends this rank
             if not self._stopped.is_set():
                 logger.warning("failures of other ranks are not heard any more: %s", error)
             return
@@ -118,25 +118,25 @@ class FailureBroadcast:
 
 
 class Peer(NamedTuple):
-    """Where another rank is."""
+    """Location of another rank."""
 
     rank: int
     process: ProcessId
 
     def is_gone(self) -> bool:
-        """Return whether its process has ended; False if it cannot be seen."""
+        """Return whether its process has ended; False if this cannot be determined."""
         return self.process.is_alive() is False
 
 
 class RankWatch(Observer):
-    """Calls `give_up(cause)` in a thread when another rank is gone or gives no sign of life.
+    """Calls `give_up(cause)` in a thread if another rank has ended or sends no heartbeat.
 
-    One thread counts up a key of this rank in the process group's store and reads those of the
-    others; another one checks them, so that a store that does not answer is noticed, too. Seconds
-    are counted in ticks of this thread: a machine that sleeps, or a job that is suspended, is
-    silent for nobody. A rank that lives and makes no progress is found by itself: while it waits
-    for the rows of a step and within the step. The first step compiles, and evaluations and saves
-    may take any time.
+    One thread increments this rank's key in the process group's store and reads the other
+    keys. Another thread checks them, so a store that does not answer is detected, too. Seconds
+    are counted in ticks of this thread, so a machine that sleeps or a suspended job does not
+    count as silent. A rank that runs but makes no progress detects this itself: while it waits
+    for the rows of a step, and within the step. The first step compiles, and evaluations and
+    saves may take any time.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class RankWatch(Observer):
         self._slowest_step = 0.0
         self._step_began: float | None = None
         self._closed = threading.Event()
-        # where this process writes where it is, on SHOW_STACKS
+        # the file to which this process writes its stacks on SHOW_STACKS
         self._stacks = (logs / f"rank-{process.rank}.stacks").open("w", encoding="utf-8")
         faulthandler.register(SHOW_STACKS, self._stacks, all_threads=True)
         store = distributed.distributed_c10d._get_default_store().clone()
@@ -169,11 +169,11 @@ class RankWatch(Observer):
             threading.Thread(target=task, args=argument, name="rank watch", daemon=True).start()
 
     def close(self) -> None:
-        """Stop watching: the run has ended well."""
+        """Stop watching: the run has ended without an error."""
         self._closed.set()
 
     def find_gone(self) -> list[int]:
-        """Return the ranks of this machine that are gone, after a collective missed one."""
+        """Return the ranks of this machine that have ended, after a collective missed one."""
         deadline = time.monotonic() + GONE_SECONDS / 2
         gone: list[int] = []
         while not gone and time.monotonic() < deadline:
@@ -182,7 +182,7 @@ class RankWatch(Observer):
         return gone
 
     def _talk(self, store: distributed.Store) -> None:
-        """Give signs of life, and note those of the others."""
+        """Send heartbeats, and record those of the others."""
         keys = [f"{WATCH_KEY}/{peer.rank}" for peer in self.peers]
         before: list[bytes | None] = [None] * len(keys)
         count = 0
@@ -196,13 +196,13 @@ class RankWatch(Observer):
                         self._silent[peer.rank] = 0.0
                 before = now
         except distributed.DistError as error:
-            # who kept the store is gone: a launcher, which ends this rank, or a rank, which is seen
+            # the store's process has ended: a launcher, which ends this rank, or a detected rank
             if not self._closed.is_set():
                 logger.warning("signs of life of other ranks are not heard any more: %s", error)
             self.hang_seconds = None
 
     def _check(self) -> None:
-        """Give up once another rank is gone or silent, or this one hangs."""
+        """Give up if another rank has ended or is silent, or if this rank hangs."""
         while not self._closed.wait(TICK_SECONDS):
             for peer in self.peers:
                 self._silent[peer.rank] += TICK_SECONDS
@@ -239,7 +239,7 @@ class RankWatch(Observer):
         return None
 
     def _show_stacks(self) -> None:
-        """Write where each rank of this machine is; a stopped one must continue for that."""
+        """Write the stacks of each rank of this machine; a stopped rank must continue for that."""
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         for peer in self.peers:
             if peer.process.is_alive():
@@ -249,7 +249,7 @@ class RankWatch(Observer):
     def on_fetch(self) -> None:
         """Start the clock of a step, which first waits for its rows."""
         self._in_step = 0.0
-        self._is_in_step = self._step_began is not None  # not in the first one, which compiles
+        self._is_in_step = self._step_began is not None  # not in the first step, which compiles
         self._step_began = time.monotonic()
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
@@ -259,7 +259,7 @@ class RankWatch(Observer):
         if self._is_in_step:
             seconds = time.monotonic() - self._step_began
             self._slowest_step = max(self._slowest_step, seconds)
-        self._is_in_step = control.should_log  # which waits for what the GPU has left to do
+        self._is_in_step = control.should_log  # logging waits for the rest of the GPU's work
 
     def on_log(self, *_: Any, **__: Any) -> None:
         self._is_in_step = False
@@ -267,14 +267,14 @@ class RankWatch(Observer):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """What this rank hears of the others; both are None for a single one."""
+    """This rank's connections to the others; both are None for a single rank."""
 
     broadcast: FailureBroadcast | None
     watch: RankWatch | None
 
     @classmethod
     def join(cls, context: RunContext, recorder: RunRecorder) -> Self:
-        """Join the other ranks, and from then on fail with them; give up if they do not come."""
+        """Join the other ranks; from then on fail together. Give up if they do not join in time."""
         process = context.process
         with limited(process, recorder.abandon, is_joining=True):
             runtime.join_group(context.plan, process.timeout)

@@ -35,7 +35,7 @@ from sft_play.training import peers
 logger = logging.getLogger(__name__)
 file_only = logging.getLogger("traceback")  # the terminal shows only warnings of sft_play
 
-# torch is not imported here, which takes seconds: a signal is recorded meanwhile
+# torch is not imported here because that takes seconds: signals are recorded meanwhile
 Explain = Callable[[BaseException], tuple[str, OutOfMemoryReport]]  # the cause in one line
 
 STUCK = (
@@ -59,11 +59,11 @@ class RunRecorder:
         ranks = planned.plan.ranks
         self._is_first_of_machine = rank == ranks.node_rank * ranks.per_node
         self.exit_class = ExitClass.UNEXPECTED
-        # tells the other ranks of an error, and ends the process
+        # sends an error to the other ranks, and ends the process
         self.announce: Callable[[ExitClass, str], object] | None = None
-        self.await_follow: Callable[[], object] = bool  # the thread that ends this rank
-        self.gone: list[int] = []  # ranks of this machine that were gone when a signal came
-        self.find_gone: Callable[[], list[int]] = list  # the watch's over other ranks
+        self.await_follow: Callable[[], object] = bool  # waits for the thread that ends this rank
+        self.gone: list[int] = []  # ranks of this machine that had ended when a signal arrived
+        self.find_gone: Callable[[], list[int]] = list  # from the watch over other ranks
         self.explain_out_of_memory: Explain | None = None
         self._state: Any = None  # transformers' state of the training loop, once it has started
         self._of_front_end = folder.read_report().timeline or []
@@ -71,10 +71,10 @@ class RunRecorder:
         self._is_following = False  # another rank failed first
         self.is_recording_error = False
         self.is_interrupted = False  # by a signal, before a first step
-        self._told: str | None = None  # the cause that was logged
+        self._told: str | None = None  # the cause that was already logged
         self._has_told_launcher = False
         self._started = time.perf_counter()
-        self.lap_began = time.time()  # of the part that is timed
+        self.lap_began = time.time()  # start of the part that is being timed
 
     def __enter__(self) -> Self:
         if not self._has_ended_elsewhere():
@@ -92,7 +92,7 @@ class RunRecorder:
         self.is_recording_error = True
         if self._is_following:
             file_only.warning("raised while this rank followed another one", exc_info=error)
-            # the broadcast's thread ends the process, unless the store was gone before the thread
+            # the broadcast's thread ends the process, unless the store was closed before the thread
             # could acknowledge
             self.await_follow()
             os._exit(self.exit_class)
@@ -126,14 +126,14 @@ class RunRecorder:
         self.note(seconds={**self.report.seconds, **rounded})
 
     def lap(self, name: str) -> None:
-        """Set the seconds since the last lap, as those of the part `name`."""
+        """Record the seconds since the last lap as those of the part `name`."""
         timeline.note(name, self.lap_began)
         now = time.time()
         self.note(seconds={**self.report.seconds, name: round(now - self.lap_began, 3)})
         self.lap_began = now
 
     def follow_state(self, state: Any) -> None:
-        """Take the step that was reached, and the logs, from the state of a training loop."""
+        """Use the current step and the logs of a training loop's state."""
         self._state = state
 
     @property
@@ -142,7 +142,7 @@ class RunRecorder:
         return self.report.global_step if self._state is None else self._state.global_step
 
     def note_checkpoint(self, checkpoint: Path) -> None:
-        """Write that a run which is killed from now on can continue from here."""
+        """Record that a run which is killed from now on can resume from this checkpoint."""
         command = resume_command(self.folder, self.report)
         self.update(global_step=step_of(checkpoint), checkpoint=str(checkpoint), next=command)
 
@@ -209,16 +209,16 @@ class RunRecorder:
         )
         if self._has_ended_elsewhere():
             return
-        try:  # on another machine this rank has its own run folder
+        try:  # on another machine this rank has a separate run folder
             self.finish(_status(exit_class), exit_class, cause, force=True)
         except OSError as unwritable:
             self._log_unwritable(unwritable)
 
     def interrupt(self, number: int | None = None) -> None:
-        """Raise KeyboardInterrupt on a signal, and note whether ranks were gone when it came.
+        """Raise KeyboardInterrupt on a signal, and record whether ranks had ended when it came.
 
-        Not while an error is recorded, which ends this rank: its cause would be lost. A launcher
-        sends the signal if another rank ended, just when this one misses it.
+        Do nothing while an error is recorded, which ends this rank: its cause would be lost. If
+        another rank ends, a launcher sends the signal just when this rank misses it.
         """
         if self.is_recording_error:
             return
@@ -233,17 +233,17 @@ class RunRecorder:
             f"stopped at once on a second signal, at step {self.global_step} and without a "
             f"checkpoint of it; {self._to_go_on()}"
         )
-        if self.rank == 0:  # others tell it by themselves
+        if self.rank == 0:  # other ranks print it themselves
             with contextlib.suppress(OSError):  # the terminal is gone
-                os.write(2, f"{cause}\n".encode())  # whatever the signal has interrupted
+                os.write(2, f"{cause}\n".encode())  # ignore what the signal has interrupted
         self._record_failure(cause)
         stops.leave()
 
     def _classified(self, error: BaseException) -> tuple[ExitClass, str]:
         """Return the exit class of an error and the cause in words.
 
-        An interrupted import may swallow the interrupt, and fail with what it left half done: an
-        error of no known class, as a full disk or a wrong setting is.
+        An interrupted import may swallow the interrupt and fail, being incomplete. This error
+        has no known class, unlike e.g. a full disk or a wrong setting.
         """
         if isinstance(error, KeyboardInterrupt):
             return self._interrupted()
@@ -265,7 +265,7 @@ class RunRecorder:
         return ExitClass.STOPPED, cause
 
     def _to_go_on(self) -> str:
-        """Return in words what the run left."""
+        """Return in words what can be resumed."""
         if self.report.checkpoint is None:
             return "nothing is kept of its training"
         newest = f"its newest checkpoint is {self.report.checkpoint}"
@@ -277,7 +277,7 @@ class RunRecorder:
             return cause
         try:
             cause, report = self.explain_out_of_memory(error)
-        except RuntimeError as unknown:  # the device does not respond any more
+        except RuntimeError as unknown:  # the device no longer responds
             logger.warning("the memory by component cannot be measured: %s", unknown)
             return cause
         self.note(out_of_memory=report)
@@ -285,7 +285,7 @@ class RunRecorder:
 
     def _log_failure(self, cause: str, error: BaseException | None = None) -> None:
         """Log the cause; the traceback of an error of a known class goes to the log file only."""
-        if cause == self._told:  # by another thread of this rank
+        if cause == self._told:  # another thread of this rank has logged it
             return
         self._told = cause
         self._tell_launcher(cause)
@@ -308,7 +308,7 @@ class RunRecorder:
         return next_line(self.exit_class, cause, self.report.next)
 
     def _tell_launcher(self, cause: str) -> None:
-        """Let torchrun say why this rank ends; its first cause stands."""
+        """Make torchrun print why this rank ends; it keeps the first cause."""
         if self._has_told_launcher:
             return
         self._has_told_launcher = True
@@ -318,7 +318,7 @@ class RunRecorder:
             logger.warning("torchrun will not say why this rank ends: %s", unwritable)
 
     def _record_failure(self, cause: str) -> None:
-        """Write the cause, unless another rank failed first: then that rank's cause stands."""
+        """Write the cause, unless another rank failed first: its cause is kept."""
         if self._has_ended_elsewhere():
             first = self.folder.read_report().cause
             if self.rank == 0 and first != cause:

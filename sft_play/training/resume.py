@@ -1,4 +1,4 @@
-"""The checkpoint to resume from, and the run stamp that decides whether a run may."""
+"""Find the checkpoint to resume from, and make the run stamp that decides whether it fits."""
 
 import json
 import logging
@@ -51,9 +51,9 @@ def make_stamp(
 def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | None:
     """Return the checkpoint folder to resume from, None for a new run. Every rank must call it.
 
-    What an earlier launch in this folder left half written is removed. The main rank reads all
-    files of the checkpoint before anything is loaded. Raises: CheckpointError when
-    there is no complete one, or it does not fit this run.
+    Incomplete files of an earlier launch in this folder are removed. The main rank reads all
+    files of the checkpoint before anything is loaded. Raises: CheckpointError if there is no
+    complete checkpoint, or if it does not fit this run.
     """
     train = context.config.train
     ranks = context.plan.ranks
@@ -93,7 +93,7 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
 def refuse_other_dtypes(checkpoint: Path, model: torch.nn.Module) -> None:
     """Raise CheckpointError unless a loaded model has the types that the checkpoint was saved with.
 
-    Otherwise its weights would be rounded without a word.
+    Otherwise its weights would be rounded silently.
     """
     then, now = stamp.read(checkpoint)["dtypes"], dtypes_of(model)
     if then != now:

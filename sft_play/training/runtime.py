@@ -1,6 +1,6 @@
 """Set up a worker process from its launcher's environment: rank, device, process group, logs.
 
-The only module of the worker that reads os.environ.
+It is the only module of the worker that reads os.environ.
 """
 
 import contextlib
@@ -63,34 +63,34 @@ def join_group(plan: RunPlan, timeout: timedelta) -> None:
         _compile_nothing_for_inference()
     backend = plan.ranks.collective_backend
     if plan.ranks.device == "cuda" and plan.step.offloads_training:
-        backend = "cuda:nccl,cpu:gloo"  # the norm of gradients is summed in host memory
+        backend = "cuda:nccl,cpu:gloo"  # the gradient norm is summed in host memory
     state = PartialState(
         cpu=plan.ranks.device == "cpu" and not uses_deepspeed,
         backend=backend,
         timeout=timeout,
     )
     if plan.ranks.device == "cpu":
-        # accelerate says cpu:0, which torch tells from the device of a CPU tensor, and
-        # torch.load restores to no CPU but "cpu".
+        # accelerate sets cpu:0, which torch does not consider equal to a CPU tensor's device.
+        # torch.load only restores to "cpu".
         state.device = torch.device("cpu")
 
 
 def _compile_nothing_for_inference() -> None:
-    """Keep DeepSpeed from compiling its all-reduce for inference on CPUs, which no training calls.
+    """Keep DeepSpeed from compiling its all-reduce for inference on CPUs, unused in training.
 
-    With every new machine it would take half a minute of all cores, and a process killed meanwhile
-    leaves a lock on which the next run waits for ever.
+    On every new machine it would use all cores for half a minute. A process killed meanwhile leaves
+    a lock, and the next run would wait for it forever.
     """
-    from deepspeed import ops  # seconds, so only for DeepSpeed
+    from deepspeed import ops  # takes seconds, so only for DeepSpeed
 
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def allow_tf32(process: Process) -> None:
-    """Allow TF32 (10 bits of mantissa) for float32 matrix products on a GPU in a 16-bit run.
+    """Allow TF32 (10 bits of mantissa) for float32 matrix multiplications on a GPU in a 16-bit run.
 
-    It affects the products that autocast leaves in float32, but for the angles of positions
-    (`positions.keep_angles_exact`). A run in float32 keeps full precision, and a CPU would round to
+    It affects the GEMMs that autocast leaves in float32, except for the angles of positions
+    (`positions.keep_angles_exact`). A run in float32 keeps full precision. A CPU would round to
     bfloat16 or gain nothing.
     """
     if process.is_gpu and process.compute_dtype != torch.float32:
@@ -129,7 +129,7 @@ class LogFile(logging.FileHandler):
             sys.stderr.write(f"warning: {self.baseFilename} cannot be written: {error.strerror}\n")
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written before
+        with contextlib.suppress(OSError):  # ignore earlier lines that could not be written
             super().close()
 
 

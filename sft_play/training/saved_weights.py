@@ -1,4 +1,4 @@
-"""The trained weights at the end of a run: saved, read back, described, sealed.
+"""The trained weights at the end of a run: save, read back, describe and seal them.
 
 Plain transformers opens them in a process that knows nothing of the run, and scores them again.
 """
@@ -44,7 +44,7 @@ from sft_play.training.recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
 
-# auto opens what takes seconds: a GPU reads some GB a second, a CPU computes the rows slowly
+# auto opens up to so many bytes in seconds: a GPU reads some GB/s, a CPU computes rows slowly
 MOST_BYTES = {"cuda": 40e9, "cpu": 0.5e9}
 ROOM = 1.3  # times the weights, on the GPU in addition to the trained model
 
@@ -76,7 +76,7 @@ def check_and_describe(
     trained: Mapping[str, Tensor] | None,
     is_complete: bool,
 ) -> None:
-    """Read the saved weights back, and write there what others need to know of them."""
+    """Read the saved weights back, and write files that describe them."""
     mode = context.config.tuning.mode
     name, left_out = "the saved weights are finite and equal those in memory", None
     if trained is None:
@@ -98,7 +98,7 @@ def check_and_describe(
 def describe_weights(
     staged: Path, weights: Path, config: Config, loop: TrainingLoop, report: RunReport
 ) -> None:
-    """Write it into the folder `staged`, which will be `weights`, for programs and people."""
+    """Write descriptions for programs and people into `staged`, which will be `weights`."""
     tokenizer = loop.engine.tokenizer
     own = stops_of(loop.engine.model)
     stops = trained_stops(loop.rows.samples, tokenizer, own)
@@ -115,7 +115,7 @@ def describe_weights(
 
 
 def note_reference(context: RunContext, held_out: HeldOutEvaluation) -> None:
-    """Write what the trained model says of a few test rows. Every rank must call it."""
+    """Write the trained model's outputs for a few test rows. Every rank must call it."""
     loop = held_out.loop
     evaluator = held_out.evaluator
     with loop.speed.evaluating(loop.engine.model), as_trained(loop.engine.model):
@@ -136,7 +136,7 @@ def reopen_saved(
 ) -> None:
     """Open saved weights in a fresh process, and compare them with the trained model.
 
-    Raises: CheckpointError if they say something else.
+    Raises: CheckpointError if their outputs differ.
     """
     reference = Reference.read(context.folder.evaluation)
     if reference is None:
@@ -191,7 +191,7 @@ def why_not(weights: Path, context: RunContext, loop: TrainingLoop) -> str | Non
 
 
 def trained_tensors(model: nn.Module, zero_stage: int) -> Mapping[str, Tensor] | None:
-    """Return what is saved of a model as it is in memory; None under ZeRO-3, which has shards.
+    """Return the tensors to save as they are in memory; None under ZeRO-3, which has shards.
 
     Every rank must call it.
     """
@@ -205,11 +205,11 @@ def check_saved_adapter(
 ) -> None:
     """Read the saved adapter back: it must be finite, trained, and equal to the weights in memory.
 
-    Without `trained` the comparison is left out. A run that was stopped (not `is_complete`) may
+    Without `trained` the comparison is skipped. A run that was stopped (not `is_complete`) may
     have learned nothing yet.
 
-    Raises: CheckpointError when the file is not what was trained; DivergedError when it has NaN
-    or was never updated.
+    Raises: CheckpointError if the file differs from the trained weights; DivergedError if it has
+    NaN or was never updated.
     """
     seen = check_saved_model(folder, trained)
     if trained is not None and seen != trained.keys():
@@ -227,10 +227,10 @@ def check_saved_adapter(
 def check_saved_model(folder: Path, trained: Mapping[str, Tensor] | None) -> set[str]:
     """Read saved weights back: finite, and equal to the weights in memory. Return their names.
 
-    Without `trained` they are only checked for NaN and infinity. So are tensors that the
-    architecture saves under another name than it has in memory.
+    Without `trained` they are only checked for NaN and infinity. The same applies to tensors that
+    the architecture saves under a different name than in memory.
 
-    Raises: CheckpointError when a file is not what was trained; DivergedError when it has NaN.
+    Raises: CheckpointError if a file differs from the trained weights; DivergedError if it has NaN.
     """
     differing: list[str] = []
     broken: list[str] = []
@@ -263,7 +263,7 @@ def check_saved_model(folder: Path, trained: Mapping[str, Tensor] | None) -> set
 
 
 def _is_equal(saved: Tensor, trained: Tensor) -> bool:
-    """Compare a saved tensor with the trained one; of a divided one the main rank's rows."""
+    """Compare a saved tensor with the trained one; if it is sharded, the main rank's rows."""
     own = own_part(trained.detach()).cpu()
     if isinstance(trained, DTensor):
         saved = saved[: len(own)]

@@ -1,4 +1,4 @@
-"""What a run logs of its rows, its weights and its model before the first step."""
+"""Log a run's rows, weights and model before the first step."""
 
 import logging
 from pathlib import Path
@@ -14,7 +14,7 @@ from sft_play.training.context import RunContext
 
 logger = logging.getLogger(__name__)
 
-LARGE_WEIGHTS_BYTES = 1e9  # some seconds from a disk
+LARGE_WEIGHTS_BYTES = 1e9  # takes some seconds to read from a disk
 
 
 def log_data(data: RunData) -> None:
@@ -35,7 +35,7 @@ def log_data(data: RunData) -> None:
 
 
 def log_large_weights(context: RunContext) -> None:
-    """Log what is read and where it goes, for weights whose reading takes a while."""
+    """Log what is read and where it is stored, for weights that take a while to read."""
     model = context.config.model
     files = sorted(Path(model.name).glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)

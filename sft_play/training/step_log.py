@@ -1,6 +1,6 @@
-"""What is logged of the steps since the last log: speed, time by part, and each rank by itself.
+"""Log the steps since the last log: speed, time by part, and each rank separately.
 
-It is measured on every rank without waiting for a GPU, and gathered once for each log.
+Every rank measures without waiting for a GPU; the values are gathered once per log.
 """
 
 import time
@@ -17,7 +17,7 @@ from sft_play.training.callbacks import EvalSpeedCallback
 from sft_play.training.events import LogDetails
 from sft_play.training.memory import MemoryMeter
 
-WAITED = "step/communication_seconds"  # for gradients of other ranks
+WAITED = "step/communication_seconds"  # time spent waiting for gradients of other ranks
 SAMPLED = {  # fields of GpuSample by the names of TensorBoard
     "util_percent": "busy_percent",
     "used_gib": "used_gib",
@@ -28,16 +28,16 @@ STEP_PARTS = ("data", "forward", "backward", "optimizer", "communication")
 
 
 class Work(NamedTuple):
-    """What a rank has trained up to a moment, or between two."""
+    """What a rank has trained up to a point in time, or between two."""
 
     seconds: float  # only of training steps
     steps: int
-    tokens: int  # without padding and fillers
+    tokens: int  # without padding
     rows: int
-    flops: float  # that the rows cannot do without; 0 if nothing counts them
+    flops: float  # that the rows require at least; 0 if they are not counted
 
     def since(self, before: "Work") -> "Work":
-        """Return the work between two moments."""
+        """Return the work between two points in time."""
         return Work(*(now - then for now, then in zip(self, before, strict=True)))
 
 
@@ -66,10 +66,10 @@ class StepLog(TrainerCallback):
     """Measures the steps of this rank, and collects what the ranks measured at each log of a loss.
 
     Tokens per second count after the first step, which compiles and allocates. `tokens` is the
-    number of real tokens that this rank has trained, counted on the CPU, as are `rows` and `flops`:
-    `flops_of(lengths, labeled)` counts the operations of documents. `peak_flops` is the card's
-    number of operations a second, None if it is not known. `mean_gpus` returns the mean load since
-    it was last called of the GPUs that this rank samples.
+    number of real tokens that this rank has trained, counted on the CPU like `rows` and `flops`.
+    `flops_of(lengths, labeled)` counts the FLOPs of documents. `peak_flops` is the card's FLOPS,
+    None if not known. `mean_gpus` returns the mean load, since its last call, of the GPUs that
+    this rank samples.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class StepLog(TrainerCallback):
         self.times.take()
 
     def clock(self) -> float:
-        """Return the time in seconds without that of evaluations and saves."""
+        """Return the time in seconds, excluding evaluations and saves."""
         return time.perf_counter() - self.evaluations.seconds - self.save_seconds
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -159,7 +159,7 @@ class StepLog(TrainerCallback):
             self.flops += self.flops_of(lengths, labelled)
 
     def start_step(self) -> None:
-        """Start a step, which may be left out."""
+        """Start a step, which may be skipped later."""
         self._loss_before = self._loss.clone()
 
     def add_loss(self, loss: torch.Tensor, token_share: float) -> None:
@@ -168,7 +168,7 @@ class StepLog(TrainerCallback):
         self._token_share += token_share
 
     def drop_step_unless(self, is_finite: torch.Tensor) -> None:
-        """Drop the loss of this step unless the step counts; waits for no GPU."""
+        """Drop the loss of this step unless the step counts; does not wait for a GPU."""
         self._loss = torch.where(is_finite, self._loss, self._loss_before)
 
     def total_loss(self) -> float:
@@ -192,7 +192,7 @@ class StepLog(TrainerCallback):
             memory=self.memory.gib_now(),
             gpus=tuple(self.mean_gpus()),
         )
-        self._loss -= self._loss  # NaN stays
+        self._loss -= self._loss  # keeps NaN
         self._token_share = 0.0
         ranks = self.process.gather(own)
         summed_loss = torch.tensor([rank.loss for rank in ranks]).sum().item()
@@ -215,9 +215,9 @@ class StepLog(TrainerCallback):
         return LoggedSteps(summed_loss / steps, speed, LogDetails(by_rank, gpus))
 
     def _work_since_log(self) -> Work | None:
-        """Return the work of this rank since this was last called; None for the first step.
+        """Return the work of this rank since the last call; None for the first step.
 
-        The loss of the last step was read: the GPU has computed what was counted.
+        The loss of the last step was read, so the GPU has computed all counted work.
         """
         now = self._counted()
         before = self._last_log or self._first_step
@@ -244,9 +244,9 @@ class StepLog(TrainerCallback):
 
 
 def losses_by_rank(ranks: Sequence[RankLog], steps: int) -> dict[str, float]:
-    """Return the mean loss of each rank's tokens, and which share of the steps' tokens they were.
+    """Return the mean loss of each rank's tokens, and their share of the steps' tokens.
 
-    The means weighted with the shares add up to the logged loss. {} for one rank.
+    The means weighted by the shares add up to the logged loss. {} for one rank.
     """
     if len(ranks) == 1:
         return {}
@@ -268,7 +268,7 @@ def gpu_values(ranks: Sequence[RankLog], device: str) -> dict[str, float]:
         for sample in rank.gpus:
             for name, field in SAMPLED.items():
                 value = getattr(sample, field)
-                if value is not None:  # NVML does not know all
+                if value is not None:  # NVML does not report all values
                     values[f"{group}/{sample.rank}/{name}"] = value
     return values
 
@@ -276,11 +276,11 @@ def gpu_values(ranks: Sequence[RankLog], device: str) -> dict[str, float]:
 def unhidden_communication(model: torch.nn.Module, steps: int) -> dict[str, float]:
     """Return the seconds that `steps` waited for gradients of other ranks.
 
-    DDP times the first steps and one of a hundred; {} for other engines, and before it did.
+    DDP measures the first steps and then one in a hundred; {} before that and for other engines.
     """
     if not isinstance(model, DistributedDataParallel):
         return {}
-    timed = model._get_ddp_logging_data()  # in nanoseconds; reading it waits for nothing
+    timed = model._get_ddp_logging_data()  # in nanoseconds; reading it does not wait
     communication = timed.get("avg_backward_comm_time", 0)
     hidden = timed.get("avg_backward_compute_comm_overlap_time", 0)
     if not communication:

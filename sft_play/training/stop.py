@@ -1,4 +1,4 @@
-"""A rank that is to stop: when it obeys, what it keeps, and what happens if it cannot."""
+"""Stop a rank on request: when it stops, what it saves, and what happens if it cannot."""
 
 import logging
 import os
@@ -31,9 +31,9 @@ class StopOnSignal(TrainerCallback):
     Either way it saves a checkpoint.
 
     Before the first step has computed its gradients there is nothing to save, so a signal raises
-    KeyboardInterrupt. Later the ranks agree at the end of each step, batch of an evaluation and
+    KeyboardInterrupt. Later the ranks agree at the end of each step, evaluation batch and
     save: a signal that reaches only one rank would leave the others in a collective. A second
-    signal of the user leaves at once. All of it is true inside this object's context.
+    signal from the user ends the run at once. All of this applies inside this object's context.
     """
 
     def __init__(self, process: Process, signals: StopSignals, recorder: RunRecorder):
@@ -69,12 +69,12 @@ class StopOnSignal(TrainerCallback):
         os.close(self._write_end)
 
     def follow(self, *evaluators: Evaluator) -> None:
-        """Let evaluations end early on a signal."""
+        """Allow evaluations to end early on a signal."""
         for evaluator in evaluators:
             evaluator.is_stopping = lambda: self.signals.requested
 
     def _obey(self, number: signal.Signals) -> None:
-        """Stop now if nothing is lost by it, else say when."""
+        """Stop now if nothing is lost, otherwise log when the run will stop."""
         if self.recorder.is_recording_error:  # it ends by itself
             return
         if not self.has_begun or peers.missing_ranks():
@@ -90,7 +90,7 @@ class StopOnSignal(TrainerCallback):
         self.recorder.leave()
 
     def _watch(self) -> None:
-        """Act on signals that the main thread does not handle: it waits in C++ for another rank."""
+        """Handle signals that the main thread cannot: it waits in C++ for another rank."""
         first_at = None
         while not self._closed.is_set():
             ready, _, _ = select.select([self._read_end], [], [], 1.0)
@@ -99,7 +99,7 @@ class StopOnSignal(TrainerCallback):
             if number in STOPPING and first_at is None:
                 first_at = now
             elif number in BY_USER and now - first_at > REPEAT_SECONDS:
-                time.sleep(1)  # for the main thread to do it
+                time.sleep(1)  # gives the main thread time to handle it
                 self._leave()
             if first_at is not None and not self.signals.requested:
                 self._give_up_if_stuck(now - first_at)
@@ -135,7 +135,7 @@ class StopOnSignal(TrainerCallback):
             control.should_save = True
             control.should_log = True
         if self.stopped:
-            control.should_evaluate = False  # the user waits
+            control.should_evaluate = False  # the user is waiting
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._agreed():
@@ -148,8 +148,8 @@ class StopOnSignal(TrainerCallback):
 
 
 def end_children() -> None:
-    """Kill a data loader's processes: they take no other signal, and Python awaits them."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises an error for each that is killed
+    """Kill a data loader's processes: they ignore other signals, and Python waits for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch raises an error for each killed process
     for child in torch.multiprocessing.active_children():
         if child.daemon:
             child.kill()

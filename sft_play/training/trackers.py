@@ -1,4 +1,4 @@
-"""What `train.report_to` names: transformers' integrations, kept open for the last scores.
+"""The trackers of `train.report_to`: transformers' integrations, kept open for the last scores.
 
 Importing an integration's package may take seconds, so only the main rank does.
 """
@@ -30,9 +30,9 @@ from sft_play.training.events import LogDetails, Observer
 logger = logging.getLogger(__name__)
 
 REACH_RETRIES = 1  # of the first call to MLflow's server
-IDS = "trackers.json"  # in the run folder: the id of its run in W&B and in MLflow
+IDS = "trackers.json"  # in the run folder: the ids of its runs in W&B and in MLflow
 GONE = "run %s cannot be continued, so a new one begins: %s"
-# The settings that the page HPARAMS has columns for; trackers get all of them besides
+# The settings that get columns on the HPARAMS page; trackers get all settings in addition
 HPARAMS = """
     model.name model.max_seq_len tuning.mode tuning.backend
     tuning.lora.r tuning.lora.alpha tuning.lora.dropout data.train_path train.seed
@@ -43,7 +43,7 @@ HPARAMS = """
 
 
 def open_trackers(context: RunContext) -> list[TrainerCallback]:
-    """Return the callbacks of transformers that report this run; none on other ranks than 0.
+    """Return transformers' callbacks that report this run; an empty list on all ranks except 0.
 
     A run that resumes another one continues its tracker runs.
     Raises: EnvironmentFault when a tracker's package cannot be used.
@@ -53,7 +53,7 @@ def open_trackers(context: RunContext) -> list[TrainerCallback]:
     train = context.config.train
     path = source = context.folder.path / IDS
     earlier = resumed_run(train.resume_from)
-    if earlier and not path.exists() and not train.extend:  # which makes another schedule
+    if earlier and not path.exists() and not train.extend:  # train.extend makes another schedule
         source = earlier.path / IDS
     ids = read_json(source) if source.exists() else {}
     opened = [_open(name, context.folder, ids) for name in train.report_to]
@@ -63,9 +63,9 @@ def open_trackers(context: RunContext) -> list[TrainerCallback]:
 
 
 def _open(name: str, folder: RunFolder, ids: dict[str, str]) -> TrainerCallback:
-    """Return a tracker that has been reached: a wrong address or key ends a run at its start.
+    """Return a tracker after contacting it: a wrong address or key ends a run at its start.
 
-    `ids` has the runs to continue, and gets those that are new.
+    `ids` contains the runs to continue, and receives the new ones.
     """
     if name == "tensorboard":
         return TensorBoardLog(SummaryWriter(log_dir=str(folder.tensorboard)))
@@ -87,7 +87,7 @@ def _open(name: str, folder: RunFolder, ids: dict[str, str]) -> TrainerCallback:
 class Continued(TrainerCallback):
     """A tracker whose run may have logs of an earlier launch, up to `last_step`.
 
-    `end` sends what is left: a launcher may end this process as soon as another rank has ended.
+    `end` sends the rest: a launcher may end this process as soon as another rank has ended.
     """
 
     last_step = 0
@@ -96,17 +96,17 @@ class Continued(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
     ) -> None:
-        """Leave out logs of steps that are trained again: a tracker would show them twice."""
+        """Skip logs of steps that are trained again: a tracker would show them twice."""
         lead = state.global_step - self.last_step
         if lead > 0 or (lead == 0 and "loss" not in logs):
             super().on_log(args, state, control, logs=logs, **kwargs)
 
 
 class WandbLog(Continued, WandbCallback):
-    """transformers' callback, whose run has begun; its files are in the run folder."""
+    """transformers' callback, whose run has started; its files are in the run folder."""
 
     def start_run(self, folder: RunFolder, earlier: str | None) -> str:
-        """Continue the run of WANDB_RUN_ID, else the earlier one, or begin one; return its id."""
+        """Continue the run of WANDB_RUN_ID, else the earlier one, or start one; return its id."""
         wandb = self._wandb
         given = wandb.setup().settings
         begin = partial(wandb.init, dir=str(folder.path))
@@ -124,18 +124,18 @@ class WandbLog(Continued, WandbCallback):
                 "WANDB_MODE=offline and send the run later with wandb sync"
             ) from error
         self.end = wandb.finish
-        self.last_step = run.summary.get("train/global_step") or 0  # of the server: none offline
+        self.last_step = run.summary.get("train/global_step") or 0  # from the server: none offline
         return run.id
 
 
 class MlflowLog(Continued, MLflowCallback):
-    """transformers' callback, whose run has begun."""
+    """transformers' callback, whose run has started."""
 
     def start_run(self, folder: RunFolder, earlier: str | None) -> str:
-        """Continue the run of MLFLOW_RUN_ID, else the earlier one, or begin one; return its id.
+        """Continue the run of MLFLOW_RUN_ID, else the earlier one, or start one; return its id.
 
-        If the tracking server, or the store on disk, does not answer, mlflow itself would try again
-        for minutes.
+        If the tracking server, or the store on disk, does not answer, mlflow itself would retry for
+        minutes.
         """
         mlflow = self._ml_flow
         from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES as RETRIES
@@ -167,7 +167,7 @@ class MlflowLog(Continued, MLflowCallback):
         return run.info.run_id
 
     def setup(self, args: Any, state: Any, model: Any) -> None:
-        """Log the settings once: MLflow refuses other values of a run's."""
+        """Log the settings once: MLflow refuses different values within one run."""
         if self._has_settings:
             args, model = SimpleNamespace(run_name=args.run_name, to_dict=dict), None
         super().setup(args, state, model)
@@ -182,7 +182,7 @@ class TensorBoardLog(TensorBoardCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
     ) -> None:
-        """Write a log: names with a slash as they are, others as transformers groups them."""
+        """Write a log: names with a slash unchanged, others grouped as in transformers."""
         others = dict(logs)
         for name in [name for name in others if "/" in name]:
             self.tb_writer.add_scalar(name, others.pop(name), state.global_step)
@@ -194,7 +194,7 @@ class TensorBoardLog(TensorBoardCallback):
 
 
 def answers_text(answers: Sequence[SampleAnswer]) -> str:
-    """Return answers as Markdown in which nothing of a text is markup."""
+    """Return answers as Markdown in which no text is interpreted as markup."""
     blocks = []
     for answer in answers:
         lines = [
@@ -208,9 +208,9 @@ def answers_text(answers: Sequence[SampleAnswer]) -> str:
 
 
 class Trackers(Observer):
-    """Passes what is logged on to the trackers, with the values of each rank.
+    """Passes logs on to the trackers, with the values of each rank.
 
-    An integration ends with the training; these stay open until `close`, for the scores after it.
+    An integration ends with training; these stay open until `close`, for the scores after it.
     """
 
     def __init__(self, trackers: Sequence[TrainerCallback]):
@@ -219,7 +219,7 @@ class Trackers(Observer):
 
     @property
     def boards(self) -> list[TensorBoardLog]:
-        """Those that show answers and settings."""
+        """The trackers that show answers and settings."""
         return [tracker for tracker in self.trackers if isinstance(tracker, TensorBoardLog)]
 
     def on_train_begin(self, *event: Any, **facts: Any) -> None:
@@ -233,7 +233,7 @@ class Trackers(Observer):
         details: LogDetails | None = None,
         **facts: Any,
     ) -> None:
-        """Give every tracker a log; that of a loss with the values of each rank."""
+        """Pass a log to every tracker; a log of a loss includes the values of each rank."""
         reported = dict(logs)
         if "loss" in logs and details is not None:
             reported |= details.by_rank
@@ -256,7 +256,7 @@ class Trackers(Observer):
 
     def note_scores(self, settings: Mapping[str, Any], scores: Mapping[str, float]) -> None:
         """Write the settings and last scores of the run for TensorBoard's page HPARAMS."""
-        # the page takes numbers and texts
+        # the page accepts numbers and texts
         given = {name: settings[name] for name in HPARAMS}
         shown = {
             name: value if isinstance(value, bool | int | float | str) else str(value)
@@ -267,6 +267,6 @@ class Trackers(Observer):
                 board.tb_writer.file_writer.add_summary(summary)
 
     def close(self) -> None:
-        """End the trackers: nothing is logged after it."""
+        """Close the trackers: nothing is logged afterwards."""
         for end in self._ends:
             end()

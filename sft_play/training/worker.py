@@ -1,6 +1,6 @@
-"""The worker: `run` trains from start to end, the same for one process, DDP and DeepSpeed.
+"""The worker: `run` trains from start to end. It is the same for one process, DDP and DeepSpeed.
 
-It reads the run folder and nothing else; rank and device come from training.runtime.
+It reads only the run folder; rank and device come from training.runtime.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def run(
     signals: StopSignals,
 ) -> None:
     """Train, evaluate before and after, save and check; record all of it in `recorder`."""
-    # transformers' log goes to our handlers (logs/rank-K.log), and its progress bars are hidden
+    # transformers' log uses our handlers (logs/rank-K.log), and its progress bars are hidden
     hf_logging.disable_default_handler()
     hf_logging.enable_propagation()
     hf_logging.disable_progress_bar()
@@ -81,10 +81,10 @@ def run(
 
 
 def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> None:
-    """Do what `run` says, with signals obeyed."""
+    """Run the steps of `run`, and handle signals."""
     planned, folder, process = context.planned, context.folder, context.process
     config = context.config
-    recorder.lap_began = time.time()  # imports are no part of it
+    recorder.lap_began = time.time()  # excludes imports
     set_seed(config.train.seed)  # the same on all ranks: adapters start from the same weights
     explainer = OutOfMemoryExplainer(context)
     recorder.explain_out_of_memory = explainer
@@ -162,7 +162,7 @@ def load_weights(
 ) -> PreTrainedModel:
     """Return the model on this rank's device, and record which fused kernels it has.
 
-    Trained weights that FSDP divides are read from the checkpoint that the run resumes.
+    Trained weights that FSDP shards are read from the checkpoint that the run resumes.
     """
     config, plan = context.config, context.plan
     if checkpoint is not None and plan.step.divides_training:
@@ -239,16 +239,16 @@ def score_after(
     stop: StopOnSignal,
     is_last: bool,
 ) -> None:
-    """Score the test rows; told to stop meanwhile, save a checkpoint that continues with it.
+    """Score the test rows; if stopped meanwhile, save a checkpoint from which scoring resumes.
 
-    With `is_last` the run does not continue, and the best weights are used if that is asked for.
+    If `is_last`, the run does not continue, and the best weights are used if requested.
     """
     try:
         if not stop.stopped:
             if is_last:
                 takes_best = context.config.train.load_best_model_at_end
                 if takes_best and loop.loss_watch.diverged is None:
-                    loop.save_now()  # to continue from, while the model has these weights
+                    loop.save_now()  # resume from it, while the model has these weights
                 held_out.recorder.note(
                     best=take_best(loop.engine, loop.state, context.config.train)
                 )
@@ -263,7 +263,7 @@ def score_after(
 def check_weights(
     context: RunContext, loop: TrainingLoop, recorder: RunRecorder, is_complete: bool
 ) -> None:
-    """Check and record what training has made of the weights, before they are saved."""
+    """Check the trained weights, and record the results, before they are saved."""
     recorder.note(skipped_steps=loop.guard.skipped or None)
     if is_complete:
         best = recorder.report.best
@@ -272,14 +272,14 @@ def check_weights(
             step = loop.state.global_step
             loop.loss_watch.finalize(step, after, is_best=best is not None)
         recorder.note(warning=warning_of(loop.loss_watch, best))
-    if loop.expert_use is not None:  # a step was taken
+    if loop.expert_use is not None:  # at least one step was trained
         report = experts_report(loop.expert_use, loop.engine.model, context.process)
         recorder.note(experts=report)
         if report is not None and context.process.is_main:
             log_experts(report)
     process = context.process
     step = loop.state.global_step
-    # only if each rank has all of them
+    # only if each rank has all weights
     if process.world_size > 1 and has_equal_copies(loop.engine.model, process):
         with recorder.check("the trained weights are equal on all ranks", f"at step {step}"):
             check_equal_ranks(loop.engine.model, process, step)
@@ -288,7 +288,7 @@ def check_weights(
 def finish(recorder: RunRecorder, loop: TrainingLoop, stopped: str | None) -> None:
     """Complete run.json with times, speed, peak memory, losses, and how the run ended.
 
-    `stopped` says why the run stopped early, None for one that did not. Every rank must call it.
+    `stopped` is why the run stopped early, None if it did not. Every rank must call it.
     """
     steps = loop.step_log
     step = loop.state.global_step
