@@ -1,7 +1,7 @@
 """Bytes of activations and of the loss in a step, in closed form or traced. Pure: no torch, no I/O.
 
-With fused kernels the closed form follows from what the kernels keep. The factors without them were
-fitted to an 8B Llama and are rough elsewhere.
+With fused kernels the closed form follows from the tensors that the kernels save. The factors
+without fused kernels were fitted to an 8B Llama and are rough elsewhere.
 """
 
 from typing import NamedTuple
@@ -11,10 +11,10 @@ from sft_play.plan.model_shape import FOUR_NORMS, HEAD_NORMS
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
-# For each token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
+# Per token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
 LOGIT_BYTES = 12
 LOSS_CHUNK_BYTES = 2**28  # of 16-bit logits: linear_cross_entropy.CHUNK_BYTES
-TILE_TOKENS = 16_384  # of an MLP over a long row that is recomputed: fast.linears.tiles
+TILE_TOKENS = 16_384  # tokens of an MLP over a long row that is recomputed: fast.linears.tiles
 OFFLOADS_IN_FLIGHT = 2  # inputs of layers on the GPU: checkpointing.IN_FLIGHT
 
 
@@ -29,7 +29,7 @@ class Working(NamedTuple):
 
 
 class _Moments(NamedTuple):
-    """Bytes of something when the forward pass ends, and when the backward pass begins."""
+    """Bytes at the end of the forward pass and at the start of the backward pass."""
 
     forward: int
     backward: int
@@ -38,10 +38,10 @@ class _Moments(NamedTuple):
 def working_bytes(step: StepSpec, layout: Layout) -> Working:
     """Return the activations of a step, traced or by the closed form.
 
-    Ranks that share experts compute those of as many rows as without, on average, but how many is
-    known only on the GPU: they have memory for the choices of all ranks' tokens. Hidden states and
-    what experts keep of the tokens of others come on top, in each layer that is not recomputed, and
-    twice that and their outputs in the layer that runs.
+    Ranks that share experts compute as many rows as ranks that do not, on average. The exact number
+    is known only on the GPU, so they allocate memory for the choices of all ranks' tokens. Hidden
+    states and what experts save for the tokens of other ranks are added: once in each layer that is
+    not recomputed; twice, plus their outputs, in the layer that runs.
     """
     working = _working_of_rank(step, layout)
     if step.expert_ranks == 1:
@@ -62,8 +62,7 @@ def working_bytes(step: StepSpec, layout: Layout) -> Working:
 
 
 def _working_of_rank(step: StepSpec, layout: Layout) -> Working:
-    """Return the same if no tokens of other ranks come.
-
+    """Return the same without tokens of other ranks.
     In the backward pass a checkpointed layer is recomputed after the layers above it have freed
     theirs. So it adds to the peak only if all layers are checkpointed, and then after the loss is
     freed.
@@ -90,7 +89,7 @@ def _working_of_rank(step: StepSpec, layout: Layout) -> Working:
 def _traced_working(step: StepSpec, traced: TracedStep, layout: Layout) -> Working:
     """Return the activations of a traced step.
 
-    A fused loss works in chunks, and so grows by no line: it is the closed form's.
+    A fused loss works in chunks and does not grow linearly, so the closed form is used for it.
     """
     rows = layout.sequences
     tokens = layout.row_tokens
@@ -114,11 +113,11 @@ def _traced_working(step: StepSpec, traced: TracedStep, layout: Layout) -> Worki
 
 
 def layer_bytes_per_token(step: StepSpec) -> int:
-    """Return what the backward pass of one layer needs of one token.
+    """Return the bytes per token that the backward pass of one layer needs.
 
-    Fused, that is the input of each linear layer once, queries, keys and values, the residual
-    stream before each norm, and gate and up of the MLP, whose product is recomputed. At 8B that is
-    3.4 MiB over all layers, while PEFT keeps 7.6 (lora) and 6.5 (qlora).
+    With fused kernels these are the input of each linear layer once, queries, keys and values, the
+    residual stream before each norm, and gate and up of the MLP, whose product is recomputed. At
+    8B that is 3.4 MiB over all layers, while PEFT saves 7.6 (lora) and 6.5 (qlora).
     """
     model = step.model
     hidden, intermediate = model.hidden, model.intermediate
@@ -137,24 +136,24 @@ def layer_bytes_per_token(step: StepSpec) -> int:
         heads += (model.heads + model.kv_heads) * model.head_dim
     norms = 4 if model.model_type in FOUR_NORMS else 2
     residual = 2 * norms * hidden
-    if step.context_parallel > 1:  # its output once more, as attention has it
+    if step.context_parallel > 1:  # once more, because attention saves a copy
         heads += model.heads * model.head_dim
     product = 0
     if step.is_full:
         residual = norms * hidden * _stream_bytes(step)
         if step.casts_weights:  # and the outputs of norms in both types
             residual += 2 * (norms + 1) * hidden
-        product = 2 * intermediate  # the gradient of down_proj's weight needs it
+        product = 2 * intermediate  # needed for the gradient of down_proj's weight
     return wide * (4 * hidden + residual + 2 * heads + 4 * intermediate + product + kept)
 
 
 def _stream_bytes(step: StepSpec) -> int:
-    """Return the bytes of a number in the residual stream, which has the type of the embedding."""
+    """Return the bytes per number in the residual stream, which has the embedding's type."""
     return step.weight_bytes if step.casts_weights else step.compute_bytes
 
 
 def _recomputed_bytes(step: StepSpec, tokens: int) -> int:
-    """Return what the backward pass of a layer needs of all its tokens, if it is recomputed.
+    """Return the bytes that the backward pass of a recomputed layer needs for all its tokens.
 
     The MLP of a long row is recomputed in tiles, and saves only its input.
     """
@@ -169,11 +168,11 @@ def _mlp_tokens(step: StepSpec, tokens: int) -> int:
 
 
 def _peft_bytes_per_token(step: StepSpec) -> int:
-    """Return what PEFT keeps of a token in a layer, beyond its plain adapters, in 16 bits.
+    """Return the bytes per token that PEFT saves in a layer, beyond its plain adapters, in 16 bits.
 
-    Dropout keeps a copy of each linear's input and a mask, DoRA several outputs of each linear. A
-    1B Llama on an H200, with fused kernels: 2.6 bytes an input for dropout, 5.3 an output for DoRA,
-    and 7.7 over 4-bit weights, because PEFT computes the base once more.
+    Dropout saves a copy of each linear's input and a mask, DoRA several outputs of each linear. For
+    a 1B Llama on an H200 with fused kernels: 2.6 bytes per input for dropout, 5.3 per output for
+    DoRA, and 7.7 over 4-bit weights, because PEFT computes the base once more.
     """
     of_input = 3 * step.adapters.has_dropout
     of_output = (8 if step.mode == "qlora" else 6) * step.adapters.use_dora
@@ -185,16 +184,16 @@ def _peft_bytes_per_token(step: StepSpec) -> int:
 
 
 def evaluation_logit_bytes(step: StepSpec, tokens: int) -> int:
-    """Return the bytes of logits in an evaluation: fused, a chunk; else all of them."""
+    """Return the bytes of logits in an evaluation: one chunk if fused, otherwise all of them."""
     if step.has_fused_loss:
         return _loss_bytes(step, tokens).forward
     return tokens * step.model.vocab * LOGIT_BYTES
 
 
 def _kept_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return the activations that are kept when the backward pass begins.
+    """Return the activations in memory when the backward pass begins.
 
-    A checkpointed layer saves only its input. If offloaded, all but two of them are on the host.
+    A checkpointed layer saves only its input. With offloading, all but two inputs are on the host.
     """
     kept_layers = step.model.layers - layout.checkpointed_layers
     on_host = step.offloaded(layout.checkpointed_layers)
@@ -205,7 +204,7 @@ def _kept_bytes(step: StepSpec, layout: Layout) -> int:
 
 
 def _kept_attention_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return the outputs of attention that recomputed layers keep, with a float32 for each head."""
+    """Return the attention outputs that recomputed layers save, with one float32 per head."""
     if not step.keeps_attention:
         return 0
     of_head = step.compute_bytes * step.model.head_dim + 4
@@ -213,7 +212,7 @@ def _kept_attention_bytes(step: StepSpec, layout: Layout) -> int:
 
 
 def _last_layer_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return the bytes of the backward pass in its last layer, the model's first."""
+    """Return the bytes of the backward pass in its last layer, which is the model's first layer."""
     gradients = _gradient_bytes(step, layout, is_recomputed=layout.checkpointed_layers > 0)
     if layout.checkpointed_layers:
         return gradients + _recomputed_bytes(step, layout.tokens)
@@ -221,13 +220,13 @@ def _last_layer_bytes(step: StepSpec, layout: Layout) -> int:
 
 
 def offloaded_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return the bytes of host memory that activation offloading takes on one rank."""
+    """Return the bytes of host memory that activation offloading needs on one rank."""
     one_input = layout.tokens * step.compute_bytes * step.model.hidden
     return step.offloaded(layout.checkpointed_layers) * one_input
 
 
 def _gradient_bytes(step: StepSpec, layout: Layout, is_recomputed: bool) -> int:
-    """Return what the backward pass computes in a layer, beyond what it needs of it."""
+    """Return the bytes that the backward pass computes in a layer, beyond its saved activations."""
     model, tokens = step.model, layout.tokens
     in_mlp = _mlp_tokens(step, tokens) if is_recomputed else tokens
     beside = _float8_bytes(step, in_mlp)
@@ -241,10 +240,11 @@ def _gradient_bytes(step: StepSpec, layout: Layout, is_recomputed: bool) -> int:
 
 
 def _float8_bytes(step: StepSpec, tokens: int) -> int:
-    """Return what the input gradient of the widest float8 linear allocates besides its operands.
+    """Return the bytes that the input gradient of the widest float8 linear allocates in addition.
 
-    On a GPU the output's gradient in 8 bits, the weight transposed, and the product before it is
-    added to those that share its input; elsewhere float32 copies of gradient and weight.
+    On a GPU these are the output's gradient in 8 bits, the transposed weight, and the GEMM's result
+    before it is added to those with the same input. Elsewhere they are float32 copies of gradient
+    and weight.
     """
     if not step.is_float8:
         return 0
@@ -260,7 +260,7 @@ def _float8_bytes(step: StepSpec, tokens: int) -> int:
 def _dora_bytes(step: StepSpec) -> int:
     """Return the bytes that DoRA needs for the norm of the largest linear's weights.
 
-    PEFT multiplies A and B through an identity matrix in 32 and in 16 bits. 4-bit weights are kept
+    PEFT multiplies A and B by an identity matrix in 32 and in 16 bits. 4-bit weights are saved
     in 16 bits for the backward pass.
     """
     if step.is_full or not step.adapters.use_dora:
@@ -275,7 +275,7 @@ def _dora_bytes(step: StepSpec) -> int:
 
 
 def layer_working_bytes(step: StepSpec, tokens: int) -> int:
-    """Return the bytes of a layer while it computes, if it saves nothing.
+    """Return the bytes of a layer while it computes, if it saves no activations.
 
     Fitted to 1B, 8B and 14B. Unfused, all logits are far more.
     """
@@ -286,10 +286,10 @@ def layer_working_bytes(step: StepSpec, tokens: int) -> int:
 
 
 def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
-    """Return the bytes of the loss: all logits and what is computed from them.
+    """Return the bytes of the loss: all logits and the tensors computed from them.
 
-    Fused, a chunk of them, the last hidden states and their gradient, of which the gradient stays.
-    The gradient of a head that is trained comes with the loss.
+    With fused kernels: a chunk of logits, the last hidden states and their gradient, which is the
+    only one that stays. The gradient of a trained head is computed with the loss.
     """
     logits = tokens * step.model.vocab * LOGIT_BYTES
     matrix = step.model.vocab * step.model.hidden
@@ -312,10 +312,10 @@ def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
 
 
 def stepping_bytes(step: StepSpec, gradients: int) -> int:
-    """Return the bytes that an optimizer step allocates while it runs, over so many of gradients.
+    """Return the bytes that an optimizer step allocates while it runs on `gradients` bytes.
 
-    torch's foreach steps copy all gradients, fused and 8-bit ones nothing. ZeRO flattens and casts
-    the gradients, as seen on a CPU. Adafactor and Muon compute in copies of one matrix at a time.
+    torch's foreach steps copy all gradients; fused and 8-bit ones copy nothing. ZeRO flattens and
+    casts the gradients, as seen on a CPU. Adafactor and Muon use copies of one matrix at a time.
     """
     if step.zero_stage:
         return gradients * (1 if step.zero_stage == 3 else 2)
@@ -326,7 +326,7 @@ def stepping_bytes(step: StepSpec, gradients: int) -> int:
         sizes = [kind.weights // kind.count for kind in model.matrices]
         copies = 2 if step.trained_bytes == 4 else 4  # of 16-bit weights and gradients, too
         return 4 * copies * max(model.vocab * model.hidden, *sizes)
-    if step.optim == "muon":  # in bfloat16, with two products of the matrix and its transpose
+    if step.optim == "muon":  # in bfloat16, with two GEMMs of the matrix and its transpose
         sizes = [kind.inputs * kind.outputs for kind in model.matrices]
         return (step.trained_bytes + 8) * max(sizes, default=0)
     return 0
@@ -336,10 +336,10 @@ HIDDEN_COPIES = 2  # of the last hidden states: the output of a replay, and its 
 
 
 def graph_bytes(step: StepSpec, layout: Layout) -> dict[str, int]:
-    """Return by phase what recordings allocate beyond a step, from the first one on.
+    """Return the bytes by phase that recordings allocate beyond a step, from the first one on.
 
-    Nothing else may use the memory of their activations, and they give it back before layers run by
-    themselves. The gradients of a replay are computed in addition to those that they are added to.
+    Nothing else may use the memory of their activations. They free it before layers run without
+    a recording. The gradients of a replay exist in addition to those that they are added to.
     """
     if not step.records_graphs or step.offloaded(layout.checkpointed_layers):
         return {}

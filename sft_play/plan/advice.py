@@ -1,4 +1,4 @@
-"""What would make a step fit: changes of settings, ranked by what they cost in speed. Pure."""
+"""Changes of settings that would make a step fit, ranked by their cost in speed. Pure."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class Change:
 
     words: str  # to type
     costs: str  # other than speed; "" if nothing
-    predicted_peak: int  # bytes of a rank
+    predicted_peak: int  # bytes per rank
     relative_speed: float | None  # of the step that does not fit, had it room; None: unknown
 
 
@@ -45,20 +45,20 @@ class Option:
 
     words: str
     applied: Callable[[PlanInputs], PlanInputs]  # the inputs with it
-    group: str  # options of a group exclude each other
+    group: str  # options in the same group exclude each other
     costs: str = ""
 
     @property
     def settings(self) -> list[str]:
-        """What tells options apart: of the shorter rows only the longest that fit are offered."""
+        """The key of an option: of shorter rows, only the longest that fit are offered."""
         return [self.group] if self.group in ("length", "batch") else self.words.split()
 
 
 def changes(draft: Draft, gpu_count: int) -> tuple[Change, ...]:
-    """Return what makes a step fit on a host of `gpu_count` GPUs: settings that are all needed.
+    """Return the changes that make a step fit on a host of `gpu_count` GPUs.
 
-    Those that train the same thing come first, then the others, each by speed, fastest first.
-    Empty if no three settings make it fit.
+    All settings of a change are needed. Changes that train the same thing come first, then the
+    others; both are sorted by speed, fastest first. Empty if no three settings make it fit.
     """
     inputs = replace(draft.inputs, is_exact=False).changed(
         {
@@ -101,7 +101,7 @@ def _host_bytes(draft: Draft) -> int:
 
 
 def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None) -> Change | None:
-    """Return what the options do together, None if the step still does not fit."""
+    """Return the combined effect of the options, None if the step still does not fit."""
     for option in options:
         inputs = option.applied(inputs)
     machine = inputs.machine
@@ -181,7 +181,7 @@ def _setting(settings: dict[str, str | int], group: str, costs: str = "") -> Opt
 
 
 def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
-    """Yield FSDP and ZeRO on the GPUs of the plan, and on all of the host if some are idle."""
+    """Yield FSDP and ZeRO on the plan's GPUs, and on all GPUs of the host if some are idle."""
     machine, ranks = inputs.machine, inputs.machine.ranks
     if not machine.is_gpu:
         return
@@ -215,7 +215,7 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
 
 
 def _context_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
-    """Yield the fewest GPUs for each of long rows, also those that this host does not have."""
+    """Yield the smallest number of GPUs for long rows, even if this host has fewer."""
     ranks = inputs.machine.ranks
     if inputs.config.model.max_seq_len < LONG_ROW or not inputs.machine.is_gpu:
         return
@@ -261,7 +261,7 @@ def _with_engine(
 ) -> PlanInputs:
     machine = inputs.machine
     fetching = machine.fetching
-    if zero_stage:  # by the JSON that ships
+    if zero_stage:  # with the JSON that ships
         raw = deepspeed.read(ZERO_CONFIGS[f"zero{zero_stage}"])
         fetching = deepspeed.fetching(raw, inputs.model.hidden)
     machine = replace(

@@ -1,7 +1,8 @@
-"""What lies under model.name, and why it may be no base to train. Reads no weights, loads no torch.
+"""Check what model.name refers to, and if it can be trained. Reads no weights, loads no torch.
 
-transformers would report it after the rows are tokenized, in its terms, or not at all. Its
-model types are read from its files: they are tables of words, and its import would take seconds.
+transformers would report problems after the rows are tokenized, in its own terms, or not at all.
+Its model types are read from its source files: they are tables of strings, and importing
+transformers would take seconds.
 """
 
 import re
@@ -33,7 +34,7 @@ GENERATING = (
 def type_tables() -> dict[str, dict[str, str]]:
     """Return the class of each model type in each of transformers' tables; {} without transformers.
 
-    A table that begins with another one has only what it adds.
+    A table that starts with another table contains only its additions.
     """
     package = find_spec("transformers")
     folders = package.submodule_search_locations if package else None
@@ -46,7 +47,7 @@ def type_tables() -> dict[str, dict[str, str]]:
 
 
 def is_known_type(model_type: str) -> bool:
-    """Return whether transformers has a model type."""
+    """Return whether transformers supports a model type."""
     return any(model_type in table for table in type_tables().values())
 
 
@@ -63,8 +64,8 @@ def model_classes(*names: str, model_type: str | None = None) -> set[str]:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-POINTER = b"version https://git-lfs"  # begins what git writes if git-lfs is not installed
-POINTER_BYTES = 512  # one has some 130
+POINTER = b"version https://git-lfs"  # the content that git writes if git-lfs is not installed
+POINTER_BYTES = 512  # a pointer has about 130
 EMBEDDERS = ("modules.json", "config_sentence_transformers.json")
 CAUSAL = "set MODEL_NAME to a causal language model"
 
@@ -101,9 +102,9 @@ def refuse_other_folder(folder: Path, name: str) -> None:
 
 
 def model_inside(folder: Path) -> Path | None:
-    """Return the one model inside a folder that is not one itself, None if there is not one.
+    """Return the only model inside a folder that is not a model itself, None if there is not one.
 
-    In a repository of the hub's cache that is the snapshot of `main`.
+    In a repository of the hub's cache it is the snapshot of `main`.
     """
     if not folder.is_dir() or (folder / "config.json").exists():
         return None
@@ -115,7 +116,7 @@ def model_inside(folder: Path) -> Path | None:
 
 
 def read_weight_headers(folder: Path, name: str) -> list[Header]:
-    """Return the tensors in the weight files that a folder has, of the hub's cache maybe not all.
+    """Return the tensors in a folder's weight files; in the hub's cache some files may be missing.
 
     Raises: EnvironmentFault for a damaged file.
     """
@@ -129,7 +130,7 @@ def read_weight_headers(folder: Path, name: str) -> list[Header]:
 
 
 def refuse_missing_weights(name: str) -> None:
-    """Raise EnvironmentFault for a folder without weights, which can only be planned."""
+    """Raise EnvironmentFault for a folder without weights: it can only be planned."""
     if Path(name).is_dir() and not has_weights(Path(name)):
         raise EnvironmentFault(
             f"model.name={name}: the folder has a config.json and no weights ({SINGLE}); get the "
@@ -159,7 +160,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def packed_for_llama_cpp(name: str, file: Path | None = None) -> str:
-    """Say what GGUF files are packed for, what they were made from, and how one is unpacked."""
+    """Describe what GGUF files are packed for, their original model, and how to unpack one."""
     if file and (named := made_from(file)):
         command = UNPACK.format(folder=file.parent, file=file.name)
         return (
@@ -173,7 +174,7 @@ def packed_for_llama_cpp(name: str, file: Path | None = None) -> str:
 
 
 def made_from(file: Path) -> str:
-    """Return what the header of a GGUF file names of the original model, "" for nothing.
+    """Return the original model that the header of a GGUF file names, "" if none.
 
     A key is followed by its type, which is 8 for a text, by 8 bytes of its length, and by the text.
     """
@@ -189,7 +190,7 @@ def made_from(file: Path) -> str:
 
 
 def _other_kind(folder: Path, files: set[str]) -> str | None:
-    """Say what a folder is and what to type, None if it may be a model."""
+    """Return what a folder is and what to type, None if it may be a model."""
     if ADAPTER in files:
         return _adapter(folder)
     if "plan.json" in files and "adapter" in files:
@@ -215,7 +216,7 @@ def _other_kind(folder: Path, files: set[str]) -> str | None:
 
 
 def _adapter(folder: Path) -> str:
-    if has_weights(folder):  # to which transformers would add it without a word
+    if has_weights(folder):  # transformers would add the adapter silently
         return f"a model with an adapter in the same folder; move {ADAPTER} out of the folder"
     base = read_object(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -259,12 +260,12 @@ OF_ENDINGS = {
 
 
 def require_base(config: Config, environ: Mapping[str, str]) -> None:
-    """Refuse what cannot be trained, before anything is read of rows or weights.
+    """Refuse models that cannot be trained, before anything is read of rows or weights.
 
     A well-known model of the hub that is not in the cache passes.
 
-    Raises: EnvironmentFault for what lies there, ConfigError for a setting that does not go with
-    it; both say what to type.
+    Raises: EnvironmentFault for the files found, ConfigError for a setting that does not fit them;
+    both say what to type.
     """
     model = config.model
     path = Path(model.name)
@@ -334,14 +335,14 @@ def _unknown(declared: ModelConfigJson) -> str:
 
 
 def _install(declared: ModelConfigJson) -> str:
-    """Return the command that installs the transformers that wrote a config.json, or the newest."""
+    """Return the command to install the transformers that wrote a config.json, or the newest."""
     made_with = re.fullmatch(r"5\.(\d+)\.\d+", str(declared.get("transformers_version")))
     is_newer = made_with and int(made_with[1]) > int(version("transformers").split(".")[1])
     return f"make install TRANSFORMERS={made_with[0] if is_newer else 'newest'}"
 
 
 def _why_not_causal(declared: ModelConfigJson) -> str | None:
-    """Say what a model of a known type is, None for one that predicts the next token."""
+    """Return what a model of a known type is, None if it predicts the next token."""
     model_type = declared["model_type"]
     name = (declared.get("architectures") or [""])[0]
     shown = f"({name or model_type})"
@@ -353,7 +354,7 @@ def _why_not_causal(declared: ModelConfigJson) -> str | None:
             return f"{words} {shown}"
     if name in model_classes(*ENCODER_DECODERS) - model_classes(*GENERATING):
         return f"an encoder-decoder {shown}"
-    # XLM may be either, by its weights: training asks
+    # XLM may be either, depending on its weights: training checks this
     is_masked = model_classes(MASKED, model_type=model_type) and model_type != "xlm"
     if is_masked and not declared.get("is_decoder"):
         return f"an encoder {shown}, whose tokens see those that follow"

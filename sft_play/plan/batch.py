@@ -1,4 +1,4 @@
-"""The choice of micro-batch, accumulation and checkpointing, and the longest row. Pure."""
+"""Choose micro-batch, accumulation and checkpointing, and the longest row. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.speed import OVERHEAD_TOKENS, RECOMPUTED, Speed
 from sft_play.plan.step import Layout, StepSpec
 
-# Beyond so many tokens in a micro-batch an H200 gains under 3 % in speed.
+# Above this number of tokens per micro-batch an H200 gains less than 3 % in speed.
 SATURATED_TOKENS, SATURATED_LOSS = 8192, 0.03
-# A host may take so many times as long for a micro-batch as the plan says: its cores are slow, or
-# busy with other work. If memory allows, a GPU has enough to do meanwhile.
+# A host may need this many times longer for a micro-batch than planned: its cores are slow or
+# busy with other work. If memory allows, a GPU then has enough work.
 HOST_MARGIN = 2.0
 
 PeakBytes = Callable[[Layout], int]
@@ -24,18 +24,18 @@ SpeedOf = Callable[[StepSpec, Layout], Speed | None]
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What the user asked of batch and checkpointing, and what bounds the answer."""
+    """The user's settings of batch and checkpointing, and the limits of the choice."""
 
     batch_size: int | Literal["auto"]
     grad_accum: int | Literal["auto"]
     effective_batch: int
-    is_effective_set: bool  # by the user; else it is a default that gives way
+    is_effective_set: bool  # by the user; otherwise it is a default that may change
     gradient_checkpointing: bool | Literal["auto"]
-    row: Layout  # of one row in one micro-batch: what all layouts have in common
+    row: Layout  # one row in one micro-batch: what all layouts have in common
     layers: int  # of the model
-    recomputes_by_layer: bool = True  # else all layers are checkpointed or none
-    overhead_tokens: float = OVERHEAD_TOKENS  # that a micro-batch costs on top of its tokens
-    host_tokens: float = 0.0  # that a GPU computes while its host works on one micro-batch
+    recomputes_by_layer: bool = True  # otherwise all layers are checkpointed or none
+    overhead_tokens: float = OVERHEAD_TOKENS  # cost of a micro-batch in addition to its tokens
+    host_tokens: float = 0.0  # tokens that a GPU computes while its host launches one micro-batch
     step_tokens: float | None = None  # of a usual packed step, if micro-batches may grow by it
 
     @property
@@ -102,11 +102,11 @@ class BatchRequest:
 def choose(request: BatchRequest, peak_bytes: PeakBytes, budget_bytes: int) -> Layout | None:
     """Return the fastest layout that fits in `budget_bytes`, None if none does.
 
-    Each micro-batch is tried with as few checkpointed layers as it fits with, and `_cost` decides
-    among them. An explicit micro-batch is always kept: the estimate is an estimate, and the plan
-    warns. If an explicit accumulation cannot reach the default effective batch, that gives way.
+    For each micro-batch, the fewest checkpointed layers with which it fits are tried, and `_cost`
+    selects the best. An explicit micro-batch is always used: the estimate may be off, and the plan
+    warns. If an explicit accumulation cannot reach the default effective batch, that changes.
 
-    Raises: ConfigError when the user's numbers contradict each other.
+    Raises: ConfigError if the user's numbers contradict each other.
     """
     for sizes in _batch_sizes(request):
         layouts = (_fewest_layers(request, size, peak_bytes, budget_bytes) for size in sizes)
@@ -122,10 +122,10 @@ def merged(
 ) -> Layout:
     """Return a packed layout whose micro-batches have enough of a usual step's tokens to be fast.
 
-    `_batch_sizes` counts full sequences, and as many micro-batches as the fullest step has. In
-    usual steps they contain less: 6,300 tokens in place of 8,192 in a run of an 8B, which trained
-    2.5 % faster in one micro-batch. A micro-batch grows as far as memory allows, with no other
-    layers recomputed. It stays as it is if `step_tokens` is None.
+    `_batch_sizes` counts full sequences, and as many micro-batches as the fullest step has. Usual
+    steps contain less: 6,300 tokens instead of 8,192 in a run of an 8B, which trained 2.5 % faster
+    in one micro-batch. A micro-batch grows as far as memory allows, with the same layers
+    recomputed. It is unchanged if `step_tokens` is None.
     """
     step_tokens = request.step_tokens
     if step_tokens is None:
@@ -146,7 +146,7 @@ def merged(
 
 
 def smallest(request: BatchRequest) -> Layout:
-    """Return the layout that needs least memory of all that `request` allows."""
+    """Return the layout that needs the least memory of all that `request` allows."""
     return request.layout(_batch_sizes(request)[-1][-1], _layer_counts(request)[-1])
 
 
@@ -169,10 +169,10 @@ def _layer_counts(request: BatchRequest) -> list[int]:
 
 
 def _cost(layout: Layout, request: BatchRequest) -> float:
-    """Return seconds for each row, relative to no recomputation in the large-batch limit.
+    """Return seconds per row, relative to no recomputation in the large-batch limit.
 
-    GPU and host work at the same time, and the slower one sets the pace. A checkpointed layer has
-    a third pass.
+    GPU and host work in parallel, and the slower one sets the pace. A checkpointed layer has a
+    third pass.
     """
     recomputed = layout.checkpointed_layers / request.layers
     gpu = (1 + RECOMPUTED * recomputed) * (1 + request.overhead_tokens / layout.mean_tokens)
@@ -183,7 +183,7 @@ def _cost(layout: Layout, request: BatchRequest) -> float:
 def _batch_sizes(request: BatchRequest) -> list[list[int]]:
     """Return groups of micro-batches to try in turn, largest first within each.
 
-    The first group keeps the effective batch; the others give it up, row by row.
+    The first group keeps the effective batch; the other groups reduce it, row by row.
     Raises: ConfigError when the user's numbers contradict each other.
     """
     rows_of_rank = request.rows_per_step // request.row.replicas
@@ -205,8 +205,8 @@ def _batch_sizes(request: BatchRequest) -> list[list[int]]:
 def _saturating_tokens(most: float, overhead: float) -> float:
     """Return the tokens of a micro-batch that is fast enough.
 
-    That is SATURATED_TOKENS or, if a step has few tokens, what is within 3 % of computing its
-    `most` tokens at once: 1 + OVERHEAD / t <= (1 + loss) (1 + OVERHEAD / most), solved for t.
+    This is SATURATED_TOKENS or, if a step has few tokens, the number within 3 % of computing
+    its `most` tokens at once: 1 + OVERHEAD / t <= (1 + loss) (1 + OVERHEAD / most), solved for t.
     """
     tokens = overhead / (SATURATED_LOSS + (1 + SATURATED_LOSS) * overhead / most)
     return min(SATURATED_TOKENS, tokens)
@@ -218,11 +218,11 @@ MOST_TOKENS = 2**21
 
 @dataclass(frozen=True)
 class LongestRow:
-    """Tokens of the longest row that fits, and what it takes on the host."""
+    """Tokens of the longest row that fits, and its host memory."""
 
-    tokens: int  # a multiple of STEP_TOKENS; 0 if not even so many fit
-    host_bytes: int = 0  # of offloaded activations, for each rank
-    tokens_per_second: float | None = None  # None: nothing is known of the device
+    tokens: int  # a multiple of STEP_TOKENS; 0 if not even that fits
+    host_bytes: int = 0  # of offloaded activations, per rank
+    tokens_per_second: float | None = None  # None: the device's speed is not known
 
     def describe(self) -> str:
         """Return the tokens, with the speed if it is known."""
@@ -236,7 +236,7 @@ class LongestRows:
     """The longest row whose activations stay on the GPU, and the one with activation offloading."""
 
     kept: LongestRow
-    offloaded: LongestRow | None  # None if offloading makes no longer row fit
+    offloaded: LongestRow | None  # None if offloading does not make a longer row fit
     has_weights_on_host: bool = False  # of all layers
 
     def describe(self) -> str:
@@ -255,10 +255,10 @@ class LongestRows:
 def longest_rows(
     step: StepSpec, request: BatchRequest, budget_bytes: int, speed_of: SpeedOf = lambda *_: None
 ) -> LongestRows:
-    """Return the longest rows for micro-batches of one row, all layers recomputed if that may be.
+    """Return the longest rows for micro-batches of one row, with all layers recomputed if allowed.
 
-    If weights of some layers are in host memory, then those of all layers are. The budget is of a
-    rank's device; host memory is not limited. `speed_of` returns the tokens per second of a step.
+    If the weights of some layers are in host memory, all layers' weights are. The budget is that of
+    a rank's device; host memory is not limited. `speed_of` returns the tokens per second of a step.
     """
     has_weights_on_host = step.offloaded_weight_layers > 0
     layers = 0 if request.gradient_checkpointing is False else step.model.layers

@@ -1,4 +1,4 @@
-"""GPU models: their memory, arithmetic, bandwidth and links, and hardware by their names."""
+"""GPU models: memory, FLOPS, bandwidth and links, and parsing hardware from their names."""
 
 import difflib
 import re
@@ -9,18 +9,18 @@ from typing import Literal
 from sft_play.errors import ConfigError
 from sft_play.plan.devices import BF16_CAPABILITY, GIB, Gpu, Hardware, cpu_count
 
-# operations a second, measured: large bfloat16 matrices in torch 2.11, at the power limit
+# FLOPS, measured: large bfloat16 matrices in torch 2.11, at the power limit
 MEASURED_FLOPS = {"NVIDIA H200": 790e12}
-MORE_RAM = 16 * GIB  # of a host than its GPUs have memory
+MORE_RAM = 16 * GIB  # host RAM in addition to the GPUs' memory
 HOST_LINK_SHARE = 54.9 / 63  # of the lanes' rate: measured on an H100
-REACHED_SHARE = 790 / 989  # of the data sheet's FLOP/s, if nothing was measured
+REACHED_SHARE = 790 / 989  # of the data sheet's FLOPS, if nothing was measured
 
 
 @dataclass(frozen=True)
 class Card:
     """One GPU model.
 
-    `flops` are dense operations a second in bfloat16, or in float16 if the card has no bfloat16,
+    `flops` are dense operations per second in bfloat16, or in float16 if the card has no bfloat16,
     with float32 sums and without sparsity.
     """
 
@@ -30,19 +30,19 @@ class Card:
     flops: float
     bandwidth: float  # of the GPU's memory, bytes per second
     link: Literal["NVLink", "PCIe"]
-    link_bytes: float  # from one GPU to its neighbor, in one direction, bytes a second
+    link_bytes: float  # from one GPU to its neighbor, in one direction, bytes per second
 
     @property
     def host_link_bytes(self) -> float:
-        """Bytes a second from pinned host memory to the GPU, over 16 lanes of PCIe 3, 4 or 5."""
+        """Bytes per second from pinned host memory to the GPU, over 16 lanes of PCIe 3, 4 or 5."""
         lanes = 63e9 if self.capability >= (9, 0) else 32e9 if self.capability >= (8, 0) else 16e9
         return HOST_LINK_SHARE * lanes
 
     @property
     def reached_flops(self) -> float:
-        """Operations a second that products of large matrices reach.
+        """Operations per second that GEMMs of large matrices reach.
 
-        Measured on an H200; elsewhere the same share of the data sheet.
+        Measured on an H200; other cards are assumed to reach the same share of their data sheet.
         """
         return MEASURED_FLOPS.get(self.name, REACHED_SHARE * self.flops)
 
@@ -82,7 +82,7 @@ CARDS: dict[str, Card] = {
 def key_of(device_name: str) -> str | None:
     """Return the key in CARDS of a device by NVML's name.
 
-    None for any other device, such as a laptop's GPU or a part of a card.
+    None for any other device, e.g. a laptop's GPU or a part of a card.
 
     >>> key_of("NVIDIA H200"), key_of("NVIDIA H200 MIG 1g.18gb")
     ('H200', None)
@@ -94,7 +94,7 @@ def key_of(device_name: str) -> str | None:
 
 
 def card_of(gpu_names: Sequence[str]) -> Card | None:
-    """Return what is known of GPUs; None unless they are of one model, and that is in CARDS."""
+    """Return what is known of GPUs; None unless they are of one model that is in CARDS."""
     if len(set(gpu_names)) != 1:
         return None
     key = key_of(gpu_names[0])
@@ -104,8 +104,8 @@ def card_of(gpu_names: Sequence[str]) -> Card | None:
 def parse(words: str) -> Hardware:
     """Return the hardware that `2xH200`, `8xA100-80`, `H100:8`, `RTX 4090` or `2x24GiB` names.
 
-    All memory of its GPUs is free. Its host is assumed to have as much RAM free as its GPUs have
-    memory, and 16 GiB more. The cores are this host's. A size in GiB stands for a GPU of that much
+    All memory of its GPUs is free. Its host is assumed to have as much free RAM as its GPUs have
+    memory, plus 16 GiB. The cores are those of this host. A size in GiB means a GPU with that much
     usable memory and capability 8.0.
 
     Raises: ConfigError for other words, with the nearest name.
@@ -125,7 +125,7 @@ def parse(words: str) -> Hardware:
 
 
 def _readings(words: str) -> list[tuple[int, str]]:
-    """Return the counts and names that words may be: `2x4090`, `4090x2`, `H100:4`, `RTX 4090`."""
+    """Return the possible counts and names: `2x4090`, `4090x2`, `H100:4`, `RTX 4090`."""
     found = []
     if match := re.fullmatch(r"([0-9]{1,4})\s*[xX]\s*(\S.*)", words):
         found.append((int(match[1]), match[2]))

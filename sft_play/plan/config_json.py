@@ -1,6 +1,6 @@
-"""A model's config.json: where it is, its values, checked, and the longest sequence that it names.
+"""A model's config.json: find it, check its values, and return its longest sequence.
 
-Anyone may have written it. Loads no torch.
+The file may come from anyone. Loads no torch.
 """
 
 import difflib
@@ -23,7 +23,7 @@ from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.plan.structure import Structure, structure_from_json
 from sft_play.runs.model_folder import read_object
 
-# what config.json has next to a language model's sizes if the model also reads something else
+# keys of config.json next to a language model's sizes if the model also has encoders
 ENCODERS = ("vision_config", "audio_config", "speech_config")
 KNOWN = Path(__file__).parent / "known_models.json"
 ModelConfigJson = Mapping[str, Any]  # a transformers config.json
@@ -35,14 +35,14 @@ Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30)]
 
 
 class Rope(BaseModel):
-    """What is read of a rope."""
+    """The fields of a rope that are read."""
 
     factor: Annotated[float, Field(strict=True, gt=0, le=1 << 30)] | None = None
     original_max_position_embeddings: Size | None = None
 
 
 class ConfigJson(BaseModel):
-    """What is read of a config.json, with its types."""
+    """The fields of a config.json that are read, with their types."""
 
     model_type: str | None = None
     architectures: list[str] | None = None
@@ -60,7 +60,7 @@ class ConfigJson(BaseModel):
 
 
 def read_config_json(path: Path, name: str) -> ModelConfigJson:
-    """Return a config.json, whose values have the types that are read. Raises: EnvironmentFault."""
+    """Return a config.json whose fields have the expected types. Raises: EnvironmentFault."""
     if path.is_symlink() and not path.exists():
         raise EnvironmentFault(
             f"model.name={name}: its config.json is a link to {os.readlink(path)}, which cannot be "
@@ -113,11 +113,11 @@ def is_composite(config: ModelConfigJson) -> bool:
 
 
 class ModelFacts(NamedTuple):
-    """The config.json of a model, and what was counted of a well-known one of these sizes."""
+    """The config.json of a model, and the counts of a well-known model of these sizes."""
 
-    name: str  # of several well-known models of one shape, the first in the file; "" for others
+    name: str  # if several well-known models have one shape, the first in the file; "" for others
     config: ModelConfigJson
-    structure: Structure | None  # if the config does not say it all
+    structure: Structure | None  # if the config is not sufficient
 
 
 def load_facts(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelFacts:
@@ -184,7 +184,7 @@ def known_models() -> dict[str, ModelFacts]:
 
 
 def _similar_names(name: str) -> str:
-    """Return a hint with the well-known names like this one, owners aside; empty for none."""
+    """Return a hint with well-known names similar to this one, ignoring owners; "" for none."""
     names = {known.rpartition("/")[2].lower(): known for known in known_models()}
     near = difflib.get_close_matches(name.rpartition("/")[2].lower(), names, n=2)
     return f"; known without the hub: {', '.join(names[found] for found in near)}" if near else ""
@@ -195,7 +195,7 @@ def find_file(
 ) -> Path | None:
     """Return a file of a local model or of one in the cache of huggingface_hub, None without it.
 
-    The import of huggingface_hub would take half a second.
+    Importing huggingface_hub would take half a second.
     """
     path = Path(name) / file
     if not Path(name).is_dir():
@@ -212,11 +212,11 @@ def find_file(
 
 
 def go_offline_without_network() -> None:
-    """Let the hub's libraries ask only their cache if the hub's name is not known here.
+    """Make the hub's libraries use only their cache if the hub's name cannot be resolved.
 
-    They would try for half a minute.
+    They would otherwise retry for half a minute.
     """
-    from urllib.request import getproxies  # 30 ms, and few commands ask the hub
+    from urllib.request import getproxies  # takes 30 ms, and few commands contact the hub
 
     from huggingface_hub import constants
 
@@ -262,33 +262,33 @@ def download(name: str, revision: str | None) -> Path:
         ) from None
 
 
-# what config.json calls the longest sequence: of most models, of GPT-2 and its like, of MPT
+# config.json's names of the longest sequence: of most models, of GPT-2 and similar ones, of MPT
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
-# What a rope has whatever its type
+# Values of a rope that do not depend on its type
 KEPT = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # as Llama 3.1 has them
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # as in Llama 3.1
 HAVE_ORIGINAL = ("yarn", "llama3")
 
 
 @dataclass(frozen=True)
 class StretchedRope:
-    """What a stretched rope changes in the config of a model."""
+    """The changes that a stretched rope makes to a model's config."""
 
     parameters: dict[str, Any]  # rope_parameters of transformers
-    original: int  # tokens that the base takes
-    positions: int  # tokens that the model takes now
+    original: int  # maximum tokens of the base model
+    positions: int  # maximum tokens of the stretched model
     max_position_embeddings: int  # of config.json; dynamic stretches beyond it
 
 
 def stretch(
     rope: Mapping[str, Any], max_position_embeddings: int, wanted: RopeScalingSection
 ) -> StretchedRope:
-    """Return a base's rope as `wanted` stretches it.
+    """Return a base's rope stretched as `wanted` says.
 
-    `rope` is the base's rope_parameters. A rope that is stretched so already stays as it is: the
+    `rope` is the base's rope_parameters. A rope that is already stretched so is unchanged: the
     saved model of a run is read with the run's settings.
 
-    Raises: ConfigError for a model with a rope for each kind of layer.
+    Raises: ConfigError for a model with separate ropes for its kinds of layers.
     """
     if any(isinstance(value, Mapping) for value in rope.values()):
         kinds = ", ".join(sorted(rope))
@@ -303,7 +303,7 @@ def stretch(
         or max_position_embeddings
     )
     is_done = (rope.get("rope_type"), rope.get("factor")) == (wanted.rope_type, wanted.factor)
-    if is_done and wanted.rope_type == "linear":  # whose config.json does not say where it began
+    if is_done and wanted.rope_type == "linear":  # config.json then lacks the original length
         original = int(max_position_embeddings / wanted.factor)
     parameters = {name: rope[name] for name in KEPT if rope.get(name) is not None}
     if wanted.rope_type == "llama3":
@@ -317,14 +317,14 @@ def stretch(
 
 
 def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: bool) -> int | None:
-    """Return the tokens of the longest sequence that a model can take, None if nobody says.
+    """Return the tokens of the longest sequence that a model supports, None if unknown.
 
-    A rope that is stretched by model.rope_scaling counts.
+    Stretching by model.rope_scaling is included.
 
-    Models of the same shape differ in it, so that of a well-known model is unknown too before its
+    Models of the same shape differ in it. It is therefore unknown for a well-known model until its
     config.json is in the hub's cache, unless `may_fetch`.
 
-    Raises: EnvironmentFault when it cannot be fetched.
+    Raises: EnvironmentFault if it cannot be fetched.
     """
     path = find_file(model.name, "config.json", model.revision, environ)
     if path is None and may_fetch:
@@ -339,16 +339,16 @@ def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: b
 
 
 def positions_of(config: ModelConfigJson) -> int | None:
-    """Return the tokens of the longest sequence that a model can take, None if it says nothing.
+    """Return the tokens of the longest sequence that a model supports, None if not given.
 
-    A rope that is stretched by a factor takes as much more than the sequences it began with.
+    A rope that is stretched by a factor supports the original length times this factor.
     """
     text = text_part(config)
     positions = _longest(text)
     rope = _read_rope(text)
     factor = rope.get("factor")
     original = rope.get("original_max_position_embeddings")
-    if rope.get("rope_type") == "dynamic":  # config.json has the length that it begins at
+    if rope.get("rope_type") == "dynamic":  # config.json has the length at which stretching starts
         original = positions
     if positions is None or not original or not factor:
         return positions
@@ -362,6 +362,6 @@ def _longest(text: ModelConfigJson) -> int | None:
 
 
 def _read_rope(text: ModelConfigJson) -> ModelConfigJson:
-    """Return the rope of a config.json, of earlier versions of transformers too."""
+    """Return the rope of a config.json, also of earlier versions of transformers."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     return {"rope_type": rope.get("type", "default"), **rope}

@@ -1,9 +1,9 @@
-"""What only torch can count of a model: its structure, and the bytes of a step. Loads no torch.
+"""Get counts that need torch: a model's structure, and the bytes of a step. Loads no torch.
 
-Those of well-known models ship as data. Any other is counted in another process, once.
+Those of well-known models ship as data. All others are counted in another process, once.
 
-The answers are kept in the cache folder under a digest of all that they depend on. One process
-answers what is asked in a row, as its imports take seconds.
+The answers are cached under a digest of everything that they depend on. One process answers
+consecutive requests, because its imports take seconds.
 """
 
 import hashlib
@@ -63,22 +63,22 @@ LIBRARIES = (
     "flash-linear-attention",
     "triton",
 )
-SECONDS = 600  # after which a process that answers nothing is ended
+SECONDS = 600  # timeout of a process that does not answer
 
 
 class Uncounted(Exception):
-    """Raised with the reason why there is no answer."""
+    """Raised with the reason for a missing answer."""
 
 
 def load_counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
     """Return the shape of a run's model with its structure, without encoders that are dropped.
 
-    Architectures like Llama need none, and that of well-known models is at hand. Any other model is
-    built without weights in a separate process, once. If that fails the shape has the reason
-    as its `guess`, and the counts of a Llama of its sizes.
+    Architectures like Llama need no structure, and well-known models have it as data. Any other
+    model is built without weights in a separate process, once. If that fails, the shape has the
+    reason as its `guess`, and the counts of a Llama of its sizes.
 
-    Raises: EnvironmentFault if there is no config.json, or its code needs a package that is
-    missing; ConfigError for a model that cannot run on text only.
+    Raises: EnvironmentFault if there is no config.json, or its code needs a missing package;
+    ConfigError for a model that cannot run on text only.
     """
     shape = _counted_shape(config, environ)
     shape = shape.with_vocab(grown_vocabulary(config.model, shape.vocab, environ))
@@ -117,7 +117,7 @@ def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
 def grown_vocabulary(model: ModelSection, rows: int, environ: Mapping[str, str]) -> int:
     """Return the rows of a vocabulary of `rows` with model.add_tokens.
 
-    Without a tokenizer.json that lists ids none of the tokens is taken to have a row.
+    Without a tokenizer.json that lists ids, all tokens are assumed to be new.
     """
     if not model.add_tokens:
         return rows
@@ -127,7 +127,7 @@ def grown_vocabulary(model: ModelSection, rows: int, environ: Mapping[str, str])
         ids = tokenizer["model"]["vocab"] | {
             token["content"]: token["id"] for token in tokenizer["added_tokens"]
         }
-    except (ValueError, LookupError, TypeError):  # loading the tokenizer says why
+    except (ValueError, LookupError, TypeError):  # loading the tokenizer reports the reason
         return rows + len(model.add_tokens)
     new = len(set(model.add_tokens) - ids.keys())
     return max(rows, max(ids.values()) + 1 + new)
@@ -174,7 +174,7 @@ def known_setting(name: str, word: str) -> Config:
 
 
 def traced_settings(config: Config, is_half: bool) -> dict[str, object]:
-    """Return the settings that a trace is made with."""
+    """Return the settings that a trace depends on."""
     model = {"name": _resolved_name(config.model.name), "revision": config.model.revision}
     settings = _settings(config, is_half)
     return {**settings, "model": {**settings["model"], **model}}
@@ -208,13 +208,13 @@ def answer(
     folder: Path,
     environ: Mapping[str, str],
 ) -> Any:
-    """Return what `module.answer` says to a request, from the cache if it is there.
+    """Return the result of `module.answer` for a request, from the cache if it is there.
 
-    `told` is one line about the work, logged if nothing was in the cache. What a
-    model's code refuses is kept too, as it would be refused again.
+    `told` is one line about the work, logged if the cache had no answer. Refusals by a model's
+    code are cached too, because they would recur.
 
-    Raises: Uncounted with the reason why there is no answer; EnvironmentFault for a package that
-    is missing.
+    Raises: Uncounted with the reason if there is no answer; EnvironmentFault for a missing
+    package.
     """
     path = folder / f"{_digest(module, request)}.json"
     kept = _read(path)
@@ -231,7 +231,7 @@ def answer(
 
 @dataclass(frozen=True)
 class _Counter:
-    """A process that counts, which sees no GPU and ends by itself when nothing is asked."""
+    """A process that counts. It sees no GPU and ends by itself if nothing is requested."""
 
     process: subprocess.Popen[str]
     errors: IO[str]  # its stderr
@@ -244,7 +244,7 @@ class _Counter:
         if environ.get("PYTHONPATH"):  # packages may be installed only there
             paths.append(environ["PYTHONPATH"])
         env = {**environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(paths)}
-        # a file, as a pipe that nobody reads would fill
+        # a file, because a pipe that is not read would fill up
         errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
         process = subprocess.Popen([sys.executable, "-m", COUNTER], env=env, text=True, **pipes)
@@ -269,7 +269,7 @@ class _Counter:
             timer.cancel()
 
     def ending(self) -> str:
-        """Return how the process ended, with the last line of what it said."""
+        """Return how the process ended, with the last line of its output."""
         code = self.process.wait()
         self.errors.seek(0)
         last = (self.errors.read().strip().splitlines() or ["no output"])[-1]
@@ -282,7 +282,7 @@ _counters: dict[frozenset[tuple[str, str]], _Counter] = {}  # by their environme
 def _ask(module: str, request: Mapping[str, object], environ: Mapping[str, str]) -> dict[str, Any]:
     """Return {"answer": ...} or {"refused": reason} of `module.answer`, in another process.
 
-    A process that answered earlier and has not ended yet is asked first.
+    A process that answered before and still runs is asked first.
     """
     line = json.dumps([module, request])
     key = frozenset(environ.items())
@@ -298,7 +298,7 @@ def _ask(module: str, request: Mapping[str, object], environ: Mapping[str, str])
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return what was kept, None if nothing was or if its file is damaged."""
+    """Return the cached answer, None if there is none or if its file is damaged."""
     try:
         kept = read_json(path)
     except FileNotFoundError:
@@ -316,7 +316,7 @@ def _digest(module: str, request: Mapping[str, object]) -> str:
 
 @cache
 def versions() -> list[str]:
-    """Return the versions of the libraries, and a digest of the code of models, which counts."""
+    """Return the versions of the libraries, and a digest of the code that counts models."""
     found = []
     for name in LIBRARIES:
         try:

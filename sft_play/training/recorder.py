@@ -235,7 +235,7 @@ class RunRecorder:
         )
         if self.rank == 0:  # other ranks print it themselves
             with contextlib.suppress(OSError):  # the terminal is gone
-                os.write(2, f"{cause}\n".encode())  # ignore what the signal has interrupted
+                os.write(2, f"{cause}\n".encode())  # safe whatever the signal has interrupted
         self._record_failure(cause)
         stops.leave()
 
