@@ -63,6 +63,7 @@ def working_bytes(step: StepSpec, layout: Layout) -> Working:
 
 def _working_of_rank(step: StepSpec, layout: Layout) -> Working:
     """Return the same without tokens of other ranks.
+
     In the backward pass a checkpointed layer is recomputed after the layers above it have freed
     theirs. So it adds to the peak only if all layers are checkpointed, and then after the loss is
     freed.

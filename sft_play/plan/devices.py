@@ -1,7 +1,7 @@
-"""What a host trains with: the GPUs that CUDA shows, the CPU's cores, the available RAM.
+"""Detect a host's hardware: the GPUs that CUDA shows, the CPU's cores, the available RAM.
 
-Imports no torch and reads no os.environ: the caller passes the environment in. pynvml and psutil
-load if they are used.
+Imports no torch and reads no os.environ: the caller passes the environment. pynvml and psutil
+load when they are used.
 """
 
 import math
@@ -27,7 +27,7 @@ class Gpu:
 
     index: int  # of torch's cuda:index, not the number that nvidia-smi shows
     name: str
-    total_bytes: int  # without what the driver keeps for itself, as torch's total_memory
+    total_bytes: int  # without the driver's reserve, as torch's total_memory
     free_bytes: int
     capability: tuple[int, int]
     uuid: str = ""
@@ -39,7 +39,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one host trains with."""
+    """The hardware of one host."""
 
     kind: Literal["cuda", "cpu"]
     gpus: tuple[Gpu, ...]  # empty if kind is cpu
@@ -80,11 +80,11 @@ class VisibleGpus(NamedTuple):
 
 
 class NvmlUnavailable(EnvironmentFault):
-    """NVML cannot be asked; the text says why and what to do."""
+    """NVML is not available; the text says why and what to do."""
 
 
 def detect(device: Literal["auto", "cpu", "cuda"], environ: Mapping[str, str]) -> Hardware:
-    """Return what this host trains with; auto is its GPUs if it has any, else its CPU.
+    """Return this host's hardware; auto selects its GPUs if it has any, otherwise its CPU.
 
     GPUs are numbered as NVML orders them, by PCI address. CUDA does the same under
     CUDA_DEVICE_ORDER=PCI_BUS_ID; its default, FASTEST_FIRST, differs only on a host whose GPUs are
@@ -139,8 +139,8 @@ def nvml_session() -> Iterator[ModuleType]:
             "the Python package nvidia-ml-py is not installed; run `make install`"
         ) from None
     try:
-        # never shut down: without persistence mode the driver would then release the GPUs, and the
-        # next question would have to wake them again
+        # never shut down: without persistence mode the driver would then release the GPUs, and
+        # the next query would have to initialize them again
         pynvml.nvmlInit()
         yield pynvml
     except pynvml.NVMLError as error:
@@ -148,7 +148,7 @@ def nvml_session() -> Iterator[ModuleType]:
 
 
 def answer(nvml: ModuleType, question: str, *arguments: Any) -> Any:
-    """Return NVML's answer, or None if this card, driver or container does not give it."""
+    """Return NVML's answer, or None if this card, driver or container does not support it."""
     try:
         return getattr(nvml, question)(*arguments)
     except nvml.NVMLError:
@@ -156,7 +156,7 @@ def answer(nvml: ModuleType, question: str, *arguments: Any) -> Any:
 
 
 def sample_gpus(uuid_of_rank: Mapping[int, str]) -> list[GpuSample]:
-    """Return the load of each rank's GPU now.
+    """Return the current load of each rank's GPU.
 
     Raises: NvmlUnavailable.
     """
@@ -203,12 +203,12 @@ def _visible_handles(nvml: ModuleType, cards: Sequence[Any], visible: str | None
 
 
 def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
-    """Return which of a host's GPUs CUDA shows, in CUDA's order.
+    """Return the indices of the host's GPUs that CUDA shows, in CUDA's order.
 
-    `visible` is the value of CUDA_VISIBLE_DEVICES, None if it is not set. CUDA, and torch after
-    it (torch.cuda._parse_visible_devices), reads numbers as strtoul does, so that `1a` is 1, and
-    UUIDs by a prefix that only one GPU has. The first entry that names no GPU ends the list, and an
-    entry that comes twice empties it.
+    `visible` is the value of CUDA_VISIBLE_DEVICES, None if it is not set. CUDA, and torch like
+    it (torch.cuda._parse_visible_devices), parses numbers as strtoul does, so that `1a` is 1, and
+    UUIDs by a prefix that only one GPU has. The first entry that names no GPU ends the list. A
+    duplicate entry empties it.
 
     >>> visible_numbers("1,0,7,2", ["GPU-a", "GPU-b", "GPU-c"])
     [1, 0]
@@ -232,7 +232,7 @@ def visible_numbers(visible: str | None, uuids: Sequence[str]) -> list[int]:
 
 
 def _find_uuid(entry: str, uuids: Sequence[str]) -> int | None:
-    """Return the number of the only GPU whose UUID begins so, else None."""
+    """Return the index of the only GPU whose UUID starts with `entry`, else None."""
     if not entry.startswith("GPU-"):
         return None
     matching = [number for number, uuid in enumerate(uuids) if uuid.startswith(entry.strip())]
@@ -266,7 +266,7 @@ def _gpu_memory(nvml: ModuleType, handle: Any) -> GpuMemory:
     except nvml.NVMLError_FunctionNotFound:  # a driver before 510 has version 1 only
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
         return GpuMemory(memory.total, memory.free)
-    except nvml.NVMLError_NotSupported:  # a GPU without its own memory (GB10) uses the host's
+    except nvml.NVMLError_NotSupported:  # a GPU without separate memory (GB10) uses the host's
         host = host_memory()
         return GpuMemory(host.total_bytes, host.available_bytes)
 
@@ -276,7 +276,7 @@ def cpu_count(
 ) -> int:
     """Return the number of cores that this process may use.
 
-    Those that it may run on, or the quota of its container or job if that is less.
+    These are the cores that it may run on, or the quota of its container or job if that is less.
     """
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
@@ -304,8 +304,8 @@ def host_memory(
     return HostMemory(total_bytes, available_bytes)
 
 
-# Of a memory cgroup of version 1, and of version 2: files of its limit and of what it uses, and the
-# line of memory.stat about its cache
+# Memory cgroups of version 1 and of version 2: the files with the limit and the usage, and the
+# line of memory.stat about the cache
 MEMORY_FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ("memory.max", "memory.current", "inactive_file"),
@@ -313,7 +313,7 @@ MEMORY_FILES = (
 
 
 def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[HostMemory]:
-    """Yield the limit of this process's memory cgroup and of all above it."""
+    """Yield the limits of this process's memory cgroup and of all its parents."""
     for folder in _cgroup_folders("memory", cgroups, membership):
         for limit, used, cache in MEMORY_FILES:
             text = (folder / limit).read_text().strip() if (folder / limit).exists() else "max"
@@ -321,13 +321,13 @@ def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[HostMemory]:
                 continue
             lines = (folder / "memory.stat").read_text().splitlines()
             stat = dict(line.split() for line in lines)
-            # unused file cache counts as used, but is the first to go when memory runs short
+            # unused file cache counts as used, but is freed first if memory runs short
             used_bytes = int((folder / used).read_text()) - int(stat.get(cache, 0))
             yield HostMemory(int(text), max(int(text) - used_bytes, 0))
 
 
 def _cpu_quotas(cgroups: Path, membership: Path) -> Iterator[float]:
-    """Yield the cores that every cgroup around this process may use at once."""
+    """Yield the cores that every cgroup of this process may use at the same time."""
     for folder in _cgroup_folders("cpu", cgroups, membership):
         words = ()
         if (folder / "cpu.max").exists():
@@ -340,11 +340,11 @@ def _cpu_quotas(cgroups: Path, membership: Path) -> Iterator[float]:
 
 
 def _cgroup_folders(controller: str, cgroups: Path, membership: Path) -> Iterator[Path]:
-    """Yield the folder of this process's cgroup of a controller, and of all above it."""
+    """Yield the folder of this process's cgroup for a controller, and those of all its parents."""
     lines = membership.read_text().splitlines() if membership.exists() else []
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2, of all controllers
+        if controllers == "":  # version 2, for all controllers
             root = cgroups
         elif controller in controllers.split(","):
             root = cgroups / controller

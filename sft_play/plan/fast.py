@@ -1,7 +1,7 @@
-"""Which parts of a run fused kernels compute, whether CUDA graphs record its layers, and why not.
+"""Which parts of a run use fused kernels, whether CUDA graphs record its layers, and why not.
 
-`models.fast` goes by what it finds in the loaded model. For models that are like Llama, whose steps
-are planned in closed form, the rules here say before there is a model what it will find.
+`models.fast` decides from the modules of the loaded model. For models like Llama, whose steps are
+planned in closed form, the rules here predict its result before the model is loaded.
 tests/test_models_adapters.py compares both. No torch.
 """
 
@@ -16,14 +16,14 @@ from sft_play.plan.model_shape import FOUR_NORMS, LAYER_NORMS, LLAMA_LIKE
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.traced import TracedStep
 
-PARTS = ("attention", "linears", "mlp", "experts", "norms", "loss")  # as they are listed
+PARTS = ("attention", "linears", "mlp", "experts", "norms", "loss")  # in the order of the report
 ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
-# If there is a trace (plan.counting), it says what is fused
+# A trace (plan.counting), if there is one, says what is fused
 UNTRACED = "what its modules compute is found when the model is loaded"
-ALL_PARTS = "fused kernels"  # stands for all parts that one reason is given for
+ALL_PARTS = "fused kernels"  # used if one reason applies to all parts
 MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
-LINEARS_OF_MLP = "linears of the mlp"  # of the part mlp: its elementwise kernel runs without them
+LINEARS_OF_MLP = "linears of the mlp"  # of the part mlp: its elementwise kernel does not need them
 ZERO_3 = "weights partitioned by ZeRO-3"
 DORA = "PEFT computes DoRA"
 DROPOUT = "PEFT computes the dropout of tuning.lora.dropout"
@@ -32,12 +32,12 @@ TRAINED_TOKENS = "the output head has trained tokens"
 
 @dataclass(frozen=True)
 class FastSetup:
-    """What the choice of kernels follows from."""
+    """The facts that determine the choice of kernels."""
 
     config: Config
     model_type: str
     is_gpu: bool
-    is_half: bool  # matrix products in 16 bits
+    is_half: bool  # matrix multiplications in 16 bits
     zero_stage: int
     capability: tuple[int, int] | None = None  # of the GPU, if it is known
     traced: TracedStep | None = None  # of the model, if it is not like Llama
@@ -45,7 +45,7 @@ class FastSetup:
 
 @dataclass(frozen=True)
 class FastPlan:
-    """The parts that are fused, and why the others are not."""
+    """The fused parts, and why the others are not fused."""
 
     on: tuple[str, ...]
     off: Mapping[str, str]
@@ -91,7 +91,7 @@ def plan_kernels(setup: FastSetup) -> FastPlan:
 def is_fast(setup: FastSetup) -> bool:
     """Return whether memory and speed of the layers are those of the fused kernels.
 
-    The estimates know them on a GPU in 16 bits. In mode full the linears are plain by nature.
+    The estimates cover them on a GPU in 16 bits. In mode full the linears are always plain.
     """
     if not setup.is_gpu or not setup.is_half:
         return False
@@ -108,7 +108,7 @@ def is_fast(setup: FastSetup) -> bool:
 
 
 def fuses_loss(setup: FastSetup) -> bool:
-    """Return whether head and loss take the memory of the fused kernel."""
+    """Return whether head and loss use as much memory as the fused kernel."""
     if not setup.is_gpu or not setup.is_half:
         return False
     if backend_of(setup.config).has_own_kernels:
@@ -117,7 +117,7 @@ def fuses_loss(setup: FastSetup) -> bool:
 
 
 def has_packed_parts(setup: FastSetup) -> bool:
-    """Return whether ZeRO-3 divides weights in 4 bits, which cannot be gathered for a proof."""
+    """Return whether ZeRO-3 shards 4-bit weights, which cannot be gathered for a proof."""
     return setup.zero_stage == 3 and setup.config.tuning.mode == "qlora"
 
 
@@ -175,7 +175,7 @@ def _why_not_norms(setup: FastSetup) -> str | None:
         return None
     saved = {name.rpartition(".")[2] for name in setup.config.tuning.lora.modules_to_save or ()}
     are_frozen = setup.config.tuning.mode != "full" and not saved & set(LAYER_NORMS)
-    # fused with the residual adds; a norm after attention or MLP is none of the residual stream
+    # fused with the residual adds; a norm after attention or MLP is not part of the residual stream
     if are_frozen and setup.model_type not in FOUR_NORMS:
         return None
     return "liger-kernel is not installed" if setup.is_gpu else "the kernels are for GPUs"
@@ -197,18 +197,18 @@ def has_liger() -> bool:
     return importlib.util.find_spec("liger_kernel") is not None
 
 
-# Fused parts without which nothing is recorded, and those that no recording can have
+# Fused parts without which nothing is recorded, and parts that prevent a recording
 NEEDED = {"attention": "attention is not fused", "loss": "the loss is not fused"}
 HINDERING = {"mixers": "mixers begin again at each document"}
 HOST_SETS_PACE = 0.7  # of the GPU's time: a slower CPU than the one that was measured takes as long
 RECORDING_STRATEGIES = ("single", "ddp", "ep")
-PROVEN_EXPERTS = 4  # of a module, whose original implementation a proof runs
+PROVEN_EXPERTS = 4  # per module, for which a proof runs the original implementation
 MOST_RECORDINGS = 16  # shapes of micro-batches
 
 
 @dataclass(frozen=True)
 class GraphSetup:
-    """What decides whether the layers of a run are recorded."""
+    """The facts that decide whether the layers of a run are recorded."""
 
     config: Config
     ranks: Ranks
@@ -217,7 +217,7 @@ class GraphSetup:
 
 
 def records_graphs(setup: GraphSetup) -> bool:
-    """Return whether layers are recorded; not if too little is known of the model."""
+    """Return whether layers are recorded; False if too little is known of the model."""
     return setup.config.train.cuda_graphs and _can_record(setup)
 
 
@@ -226,15 +226,15 @@ def _can_record(setup: GraphSetup) -> bool:
 
 
 def without_effect(setup: GraphSetup) -> str | None:
-    """Return the sentence for train.cuda_graphs if it records nothing, else None."""
+    """Return the warning for train.cuda_graphs if it records nothing, else None."""
     reason = why_not_recorded(setup) if setup.config.train.cuda_graphs else None
     return None if reason is None else f"train.cuda_graphs=true has no effect: {reason}"
 
 
 def graph_warnings(setup: GraphSetup, host_share: float) -> list[str]:
-    """Return what a plan says of train.cuda_graphs: why it records nothing, or that it would help.
+    """Return warnings about train.cuda_graphs: why it records nothing, or that it helps.
 
-    `host_share` is the time in which the CPU launches a micro-batch, in that of the GPU for it.
+    `host_share` is the CPU's time to launch a micro-batch, relative to the GPU's time for it.
     """
     sentence = without_effect(setup)
     is_asked = setup.config.train.cuda_graphs
@@ -247,7 +247,7 @@ def graph_warnings(setup: GraphSetup, host_share: float) -> list[str]:
 
 
 def why_not_recorded(setup: GraphSetup) -> str | None:
-    """Return why layers are not recorded, None if nothing known is against it."""
+    """Return why layers are not recorded, None if no reason is known."""
     ranks, tuning = setup.ranks, setup.config.tuning
     reasons = {
         "the model is not on a GPU": ranks.device != "cuda",
@@ -264,7 +264,7 @@ def why_not_recorded(setup: GraphSetup) -> str | None:
 
 
 def _unfused_reasons(kernels: FastPlan) -> dict[str, bool]:
-    """Return what fused parts may have against a recording, and whether it is so."""
+    """Return the reasons of fused parts against a recording, and whether each applies."""
     if kernels == UNKNOWN_KERNELS:
         return {}
     reasons = {}

@@ -1,6 +1,6 @@
-"""A step and its layout, from the config, the machine and the model: the choices of a plan.
+"""A plan's step and its layout, chosen from the config, the machine and the model.
 
-`step_of` may trace the model in another process. All else is arithmetic.
+`step_of` may trace the model in another process. Everything else is arithmetic.
 """
 
 from collections.abc import Mapping
@@ -31,19 +31,19 @@ from sft_play.plan.traced import TracedStep
 from sft_play.plan.weight_offloading import fastest_offloaded, why_not_offloaded
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SHARING_RANKS = (1, 2, 4, 8)  # that may share a row
+SHARING_RANKS = (1, 2, 4, 8)  # numbers of ranks that may share a row
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a step and its layout follow from."""
+    """The inputs that determine a step and its layout."""
 
     config: Config
     is_effective_set: bool  # train.effective_batch_size, by the user
     machine: Machine
     model: ModelShape
     environ: Mapping[str, str] = field(default_factory=dict)
-    is_exact: bool = False  # a model like Llama is traced, too
+    is_exact: bool = False  # also trace a model like Llama
 
     def changed(self, settings: dict[str, Any]) -> Self:
         """Return the inputs with other settings."""
@@ -51,19 +51,19 @@ class PlanInputs:
 
     @property
     def can_offload_activations(self) -> bool:
-        """Whether activation_offloading does anything here."""
+        """Whether activation_offloading has an effect here."""
         return self.machine.is_gpu and backend_of(self.config).recomputes_by_layer
 
     @property
     def may_offload_weights(self) -> bool:
-        """Whether train.weight_offloading=auto may keep weights of layers in host memory."""
+        """Whether train.weight_offloading=auto may store layers' weights in host memory."""
         is_auto = self.machine.is_gpu and self.config.train.weight_offloading == "auto"
         return is_auto and why_not_offloaded(self.config, self.machine.ranks) is None
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A step, and the fastest layout that fits, else the smallest one."""
+    """A step with the fastest layout that fits, or else the smallest layout."""
 
     inputs: PlanInputs
     step: StepSpec
@@ -84,14 +84,14 @@ class Draft:
 
 
 def step_of(inputs: PlanInputs) -> StepSpec:
-    """Return what each rank computes, with what is auto for lack of memory off.
+    """Return the computation of each rank, with offloading that is auto turned off.
 
-    A step of a model that is not like Llama is traced, which takes seconds if it is not known.
+    A step of a model that is not like Llama is traced, which takes seconds if it is not cached.
 
-    Raises: ConfigError if an exact plan is asked for and there is no trace.
+    Raises: ConfigError if an exact plan is requested and there is no trace.
     """
     config, machine, model = inputs.config, inputs.machine, inputs.model
-    if machine.ranks.gpus_per_process > 1:  # fused kernels are for one GPU
+    if machine.ranks.gpus_per_process > 1:  # fused kernels need one GPU per process
         config = config.changed({"train.fast_path": False})
     traced, untraced = _trace(inputs, config)
     setup = FastSetup(
@@ -138,13 +138,13 @@ def step_of(inputs: PlanInputs) -> StepSpec:
 
 
 def _trace(inputs: PlanInputs, config: Config) -> tuple[TracedStep | None, str | None]:
-    """Return the traced step, or why there is none; neither if the closed form is planned by."""
+    """Return the traced step, or why there is none; (None, None) if the closed form is used."""
     machine, model = inputs.machine, inputs.model
     is_like_llama = model.model_type in LLAMA_LIKE and not inputs.is_exact
     if is_like_llama or model.guess is not None:
         return None, model.guess
     if machine.ranks.strategy == "fsdp" and config.tuning.mode == "full" and machine.is_half:
-        # gathered in the type that is computed with: autocast casts no weight
+        # gathered in the compute dtype: autocast casts no weight
         config = config.changed({"model.dtype": "bfloat16"})
     try:
         return load_trace(config, machine, inputs.environ), None
@@ -167,7 +167,7 @@ def draft_of(inputs: PlanInputs, step: StepSpec) -> Draft:
 
 
 def request_of(inputs: PlanInputs, step: StepSpec) -> BatchRequest:
-    """Return what the config says of batch, accumulation and checkpointing."""
+    """Return the config's settings of batch, accumulation and checkpointing."""
     train, machine = inputs.config.train, inputs.machine
     row_tokens = inputs.config.model.max_seq_len
     in_one_row = "attention" in step.kernels.on
@@ -197,10 +197,10 @@ def request_of(inputs: PlanInputs, step: StepSpec) -> BatchRequest:
 
 
 def plan_step(inputs: PlanInputs, step: StepSpec) -> Draft:
-    """Return the first draft of a step that fits, else the first: what is auto is decided.
+    """Return the first draft that fits, else the first one; all auto settings are decided.
 
-    A model on several GPUs is divided, as few ranks share a row as it fits with, long rows keep the
-    outputs of attention, and activations, then weights, are offloaded if it does not fit otherwise.
+    A model on several GPUs is placed. As few ranks share a row as possible. Long rows save the
+    outputs of attention. If it does not fit otherwise, activations are offloaded, then weights.
 
     Raises: ConfigError for numbers that contradict each other.
     """
@@ -255,8 +255,8 @@ def why_not_shared(inputs: PlanInputs, step: StepSpec, count: int) -> str | None
 def _with_offloading(inputs: PlanInputs, step: StepSpec) -> Draft:
     """Return the draft with train.activation_offloading decided if it is auto.
 
-    It is on if no layout fits without it, and one does with it: with as many layers as the host
-    has room for. Long rows keep the outputs of attention if that fits without it.
+    It is on if no layout fits without it and one fits with it, for as many layers as the host has
+    memory for. Long rows save the outputs of attention if that fits without offloading.
     """
     asked = inputs.config.train.activation_offloading
     row_tokens = inputs.config.model.max_seq_len // step.context_parallel
@@ -290,7 +290,7 @@ def _with_weights_on_host(draft: Draft) -> Draft:
 
 
 def with_layers_on_host(draft: Draft, count: int) -> Draft:
-    """Return a draft with the weights of some layers in host memory; activations have the rest."""
+    """Return a draft with some layers' weights in host memory; activations can use the rest."""
     machine = draft.inputs.machine
     step = replace(draft.step, offloaded_weight_layers=count)
     share = memory.offloaded_weight_bytes(step) // machine.ranks.per_node
@@ -300,9 +300,9 @@ def with_layers_on_host(draft: Draft, count: int) -> Draft:
 
 
 def _placed(inputs: PlanInputs, step: StepSpec) -> StepSpec:
-    """Return the step with the layers of each GPU, if one process has several.
+    """Return the step with the number of layers on each GPU, if one process has several.
 
-    sequential gives GPU 0 the most layers with which a step fits.
+    sequential gives GPU 0 the largest number of layers with which a step fits.
     """
     gpus = inputs.machine.ranks.gpus_per_process
     rule = inputs.config.model.device_map

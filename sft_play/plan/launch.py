@@ -18,13 +18,13 @@ from sft_play.runs.files import write_text
 
 WORKER = PROJECT_ROOT / "scripts" / "train.py"
 LAUNCHER = PROJECT_ROOT / "scripts" / "launch.py"
-DEFAULT_PORT = 29500  # where several machines meet, as torchrun's
+DEFAULT_PORT = 29500  # the port at which several machines meet, as in torchrun
 OF_RUN_FOLDER = "UNSLOTH_COMPILE_LOCATION"  # else its code goes into the working folder
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a run is started: `argv`, and what `env` adds to the environment."""
+    """How a run is started: `argv`, and the environment variables `env` to add."""
 
     argv: tuple[str, ...]
     env: dict[str, str]
@@ -45,7 +45,7 @@ def rank_command(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
 
 
 def recorded(command: Launch, run_folder: Path) -> Launch:
-    """Return a launcher's command with what records a signal in the run while it still starts."""
+    """Return a launcher's command, wrapped so that a signal during the start is recorded."""
     python, minus_m, *words = command.argv
     assert minus_m == "-m", "the worker itself records signals"
     return Launch((python, str(LAUNCHER), str(run_folder), *words), command.env)
@@ -56,11 +56,11 @@ def _launcher(ranks: Ranks, run_folder: Path, port: int) -> list[str]:
     if ranks.strategy == "single":
         return []
     if ranks.strategy in ("ddp", "fsdp", "ep"):
-        # as DDP: the worker shares the weights out itself. Port 0: accelerate finds a free one when
-        # it starts; one that is chosen here may be taken while rows are tokenized
+        # as DDP: the worker shards the weights itself. Port 0: accelerate finds a free port when it
+        # starts; a port chosen here may be taken while rows are tokenized
         config = ["--config_file", str(run_folder / "accelerate.yaml")]
         return ["-m", "accelerate.commands.launch", *config, "--main_process_port", str(port)]
-    # deepspeed's launcher passes no signal on and kills what saves for more than 30 seconds
+    # deepspeed's launcher does not forward signals and kills saves that take more than 30 seconds
     node = ["--nnodes", str(ranks.nodes), "--node_rank", str(ranks.node_rank)]
     node += ["--nproc_per_node", str(ranks.per_node), "--master_addr", ranks.master_addr]
     return ["-m", "torch.distributed.run", *node, "--master_port", str(port or free_port())]
@@ -69,7 +69,7 @@ def _launcher(ranks: Ranks, run_folder: Path, port: int) -> list[str]:
 def accelerate_config(ranks: Ranks, mixed_precision: str) -> dict[str, object]:
     """Return accelerate's config for these ranks.
 
-    It is always passed: without one accelerate merges a file of the machine.
+    It is always passed: otherwise accelerate merges a config file of the machine.
     """
     return {
         "compute_environment": "LOCAL_MACHINE",
@@ -106,7 +106,7 @@ def execute(launch: Launch, environ: Mapping[str, str]) -> None:
 
 
 def rank_environment(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the complete environment of what a launch starts."""
+    """Return the complete environment of a launch."""
     kept = {name: value for name, value in environ.items() if not is_of_launcher(name)}
     return {**kept, **launch.env}
 
@@ -137,15 +137,15 @@ def interface_to(address: str) -> str | None:
 
 
 def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what the ranks need in addition to the user's environment.
+    """Return the variables that the ranks need in addition to the user's environment.
 
-    Except for the device, what the user set himself stands.
+    Except for the device, the user's values take precedence.
     """
     defaults = {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive the data loader's fork
         "OMP_NUM_THREADS": str(max(1, ranks.cpu_count // ranks.per_node)),
-        # stops.pass_on has the others; by itself torchrun takes HUP from nohup
+        # stops.pass_on handles the others; by default torchrun overrides nohup's handling of HUP
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     }
     if ranks.device == "cuda":
@@ -161,22 +161,22 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
             "DS_ACCELERATOR": "cpu",
         }
         if "OMP_WAIT_POLICY" not in environ:
-            # threads that spin while they wait slowed generation 60-fold while a program was busy
+            # spinning threads slowed generation 60-fold while another program was busy
             defaults["GOMP_SPINCOUNT"] = "20000"
     if ranks.nodes > 1 and (interface := interface_to(ranks.master_addr)):
-        # gloo takes the address of the host's name, which on many clusters is a loopback's
+        # gloo uses the address of the host's name, which on many clusters is a loopback address
         defaults["GLOO_SOCKET_IFNAME"] = interface
     given = {name for name in environ if not is_of_launcher(name)}
     env = {name: value for name, value in defaults.items() if name not in given} | device
     bin_folder = str(Path(sys.executable).parent)
     if bin_folder not in environ.get("PATH", "").split(os.pathsep):
-        # ninja lies there, which compiles DeepSpeed's ops
+        # ninja, which compiles DeepSpeed's ops, is in this folder
         env["PATH"] = f"{bin_folder}{os.pathsep}{environ.get('PATH', os.defpath)}"
     return env
 
 
 def allocator_defaults(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which tensors of other lengths can use the memory of earlier ones.
+    """Return variables that let tensors of other lengths reuse the memory of earlier ones.
 
     Torch reads them when it first allocates on a GPU.
     """
@@ -189,7 +189,7 @@ def allocator_defaults(environ: Mapping[str, str]) -> dict[str, str]:
 def _gpu_defaults(run_folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     defaults = {OF_RUN_FOLDER: str(run_folder.absolute() / "unsloth")}
     defaults |= allocator_defaults(environ)
-    # torch asks NVML whether there are GPUs, not CUDA, which no fork could use afterwards
+    # torch asks NVML whether there are GPUs instead of CUDA, which no fork could use afterwards
     defaults["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if "NCCL_ASYNC_ERROR_HANDLING" in environ:
         # the name that torch reads

@@ -1,9 +1,9 @@
 """Bytes of a run on one device, phase by phase, in closed form. Pure: no torch, no I/O.
 
-Every term is linear in what it names. With fused kernels the terms follow from what the kernels
-keep; one H200 agreed to 2 % at 1B and 8B. The factors without them were fitted to an 8B Llama there
-(PEFT, 8192 tokens a micro-batch, no checkpointing: 87 GiB for lora, 69 for qlora) and are rough
-elsewhere. Choose with a reserve.
+Every term is linear in the quantities that it names. With fused kernels the terms follow from the
+tensors that the kernels save; one H200 agreed to 2 % at 1B and 8B. The factors without them were
+fitted to an 8B Llama there (PEFT, 8192 tokens per micro-batch, no checkpointing: 87 GiB for lora,
+69 for qlora) and are rough elsewhere. Leave a reserve when choosing.
 """
 
 from collections.abc import Mapping
@@ -23,24 +23,24 @@ from sft_play.plan.placement import parts_by_gpu
 from sft_play.plan.step import Layout, StepSpec
 
 NF4_BYTES = 0.516  # half a byte, plus double-quantized constants per block of 64 weights
-MXFP4_BYTES = 0.53125  # half a byte, and one of an exponent per block of 32
+MXFP4_BYTES = 0.53125  # half a byte, and a one-byte exponent per block of 32
 FP4_PLAIN_BYTES = 0.5625  # half a byte, plus one float32 constant per block of 64
 GPU_CONTEXT_BYTES = int(0.75 * GIB)  # CUDA context and libraries, outside the allocator: three runs
 CPU_CONTEXT_BYTES = int(0.8 * GIB)  # Python with torch and transformers loaded
 COLLECTIVE_BYTES = int(0.5 * GIB)  # NCCL's buffers
 OFFLOAD_BUCKET_BYTES = int(1.0 * GIB)
 # Copies, in the compute dtype, of the largest matrix of all experts of a layer
-LOADED_COPIES = 1.8  # while it is read and packed: 1.77 of Qwen3-30B-A3B in 4 bits
-PROOF_COPIES = 3  # in a proof of all experts: Qwen3-30B-A3B took 1.7 GiB of 0.75
-PART_COPIES = 8  # of the part that is PROVEN_EXPERTS, with its copy in float32
-WEIGHT_BUFFERS = 2  # in which layers compute whose weights are in host memory
-GATHERED_LAYERS = 3  # of FSDP: one computes, the next one's pieces arrive and are put together
+LOADED_COPIES = 1.8  # while it is read and packed: 1.77 for Qwen3-30B-A3B in 4 bits
+PROOF_COPIES = 3  # in a proof of all experts: Qwen3-30B-A3B needed 1.7 GiB for 0.75
+PART_COPIES = 8  # of PROVEN_EXPERTS' part of the matrix, including its float32 copy
+WEIGHT_BUFFERS = 2  # buffers of layers whose weights are in host memory
+GATHERED_LAYERS = 3  # under FSDP: one computes, the next one's shards arrive and are assembled
 PHASES = ("load", "forward", "backward", "optimizer", "evaluation", "save")
 
 
 @dataclass(frozen=True)
 class PhaseBytes:
-    """Bytes on one device by component, at the moment of a phase when most are used."""
+    """Bytes on one device by component, at the moment of a phase's peak."""
 
     weights: int
     adapters: int
@@ -50,9 +50,9 @@ class PhaseBytes:
     logits: int = 0
     buckets: int = 0
     context: int = 0
-    gathered: int = 0  # full layers of FSDP or ZeRO-3; FSDP's gradients before they are divided
-    graphs: int = 0  # of recorded layers, on top of the layers' bytes
-    measured_beyond: int = 0  # by a probe, beyond the components above
+    gathered: int = 0  # full layers of FSDP or ZeRO-3; FSDP's gradients before they are sharded
+    graphs: int = 0  # of recorded layers, in addition to the layers' bytes
+    measured_beyond: int = 0  # measured by a probe, beyond the components above
 
     @property
     def total(self) -> int:
@@ -61,8 +61,8 @@ class PhaseBytes:
     def components(self) -> dict[str, int]:
         """Return the bytes by component.
 
-        Of the last three, FSDP and ZeRO-3 have the first, train.cuda_graphs the second, and a
-        only the probe brings the third.
+        The last three are optional: the first exists under FSDP and ZeRO-3, the second with
+        train.cuda_graphs, and the third only after the probe.
         """
         rare = ("gathered", "graphs", "measured_beyond")
         return {name: size for name, size in vars(self).items() if size or name not in rare}
@@ -94,9 +94,9 @@ class StepBytes:
 def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
     """Return the bytes of one rank in each phase.
 
-    ZeRO divides the optimizer from stage 1 on, gradients from 2 on and weights at 3. FSDP divides
-    base weights, and what trains them; every rank stores all adapters. Of a model that is placed
-    on several GPUs they are those of the GPU that needs most.
+    ZeRO shards the optimizer from stage 1 on, gradients from 2 on and weights at 3. FSDP shards
+    base weights and, in full training, gradients and optimizer; every rank stores all adapters. For
+    a model placed on several GPUs the bytes are those of the fullest GPU.
     """
     if step.layers_by_gpu:
         parts = [step_bytes(*part) for part in parts_by_gpu(step, layout)]
@@ -132,9 +132,9 @@ def _total(phase: PhaseBytes) -> int:
 
 
 def is_fullest_at_begin(step: StepSpec, layout: Layout) -> bool:
-    """Return whether the backward pass needs most when it begins, with all activations.
+    """Return whether the backward pass peaks at its start, with all activations.
 
-    Otherwise it does when it ends, with all gradients.
+    Otherwise it peaks at its end, with all gradients.
     """
     parts = parts_by_gpu(step, layout) if step.layers_by_gpu else [(step, layout)]
     backward = [_passes(*part, _held(*part))[1:] for part in parts]
@@ -143,10 +143,10 @@ def is_fullest_at_begin(step: StepSpec, layout: Layout) -> bool:
 
 
 def evaluation_rows(step: StepSpec, layout: Layout) -> int:
-    """Return how many rows an evaluation takes at once.
+    """Return how many rows an evaluation processes at once.
 
-    That is the user's number, else as many rows of a micro-batch as have logits that fit if a
-    training step has its activations.
+    This is the user's number. Otherwise it is as many rows of a micro-batch as have logits that fit
+    into the memory of a training step's activations.
     """
     if step.eval_batch_size is not None:
         return step.eval_batch_size
@@ -162,10 +162,10 @@ def evaluation_rows(step: StepSpec, layout: Layout) -> int:
 
 
 def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
-    """Return the bytes of all base weights, of which the unquantized have `weight_bytes` each.
+    """Return the bytes of all base weights; each unquantized weight has `weight_bytes`.
 
     Under qlora the linear layers are quantized; embeddings, head, norms and routers are not. In
-    float8 a weight takes a byte, and each output a float32 scale.
+    float8 a weight has one byte, and each output has a float32 scale.
     """
     model = step.model
     if step.is_float8:
@@ -183,18 +183,18 @@ def base_weight_bytes(step: StepSpec, weight_bytes: int) -> int:
 
 
 def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
-    """Weights as they are read: below stage 3 ZeRO reads them in full, then converts their type.
+    """Weights while they are read: below stage 3 ZeRO reads them in full, then converts their type.
 
-    Fused experts are proven next to their original implementation, with PROVEN_EXPERTS of them if a
+    Fused experts are verified against their original implementation: PROVEN_EXPERTS of them if a
     rank has all.
     """
     loading = replace(held, gradients=0, optimizer=0, buckets=0)
     if step.is_gpu and (step.is_quantized or not step.is_fsdp):
         loading = replace(loading, activations=_loading_experts(step))
-    if step.is_fsdp:  # each layer is divided as it is read, and the vocabulary if not quantized
+    if step.is_fsdp:  # each layer is sharded as it is read, and the vocabulary if not quantized
         matrices = 2 if step.is_quantized and not step.model.is_tied else 1
         return replace(loading, gathered=matrices * _gathered_one(step))
-    if step.expert_ranks > 1:  # added for all experts first
+    if step.expert_ranks > 1:  # adapters are added for all experts first
         loading = replace(loading, adapters=4 * step.adapter_weights)
     if step.zero_stage == 3 or step.offloaded_weight_layers:
         return loading
@@ -204,7 +204,7 @@ def _loading(step: StepSpec, held: PhaseBytes) -> PhaseBytes:
 
 
 def _loading_experts(step: StepSpec) -> int:
-    """Return the most that is there of a layer's experts in the compute dtype, read or proven."""
+    """Return the peak bytes of a layer's experts in the compute dtype, as read or compared."""
     model = step.of_rank().model
     stacked = [kind for kind in model.matrices if kind.is_stacked]
     largest = max(stacked, key=lambda kind: kind.weights // kind.count, default=None)
@@ -219,7 +219,7 @@ def _loading_experts(step: StepSpec) -> int:
 
 
 class _Passes(NamedTuple):
-    """Bytes in the forward pass, and when the backward pass begins and ends."""
+    """Bytes in the forward pass, and at the start and end of the backward pass."""
 
     forward: PhaseBytes
     begin: PhaseBytes
@@ -227,16 +227,16 @@ class _Passes(NamedTuple):
 
 
 def _passes(step: StepSpec, layout: Layout, held: PhaseBytes) -> _Passes:
-    """Return the moments of a micro-batch that may need most bytes.
+    """Return the bytes at the possible peaks of a micro-batch.
 
-    Gradients of earlier micro-batches are there, and those in separate buffers. Others come as
-    activations go, in their place.
+    Gradients of earlier micro-batches exist, and those in separate buffers. Other gradients replace
+    activations as these are freed.
     """
     working = working_bytes(step, layout)
     computing = held
     if step.is_fsdp or step.zero_stage == 3:
         computing = replace(held, gathered=_gathered(step))
-    elif step.casts_weights and step.traced is None:  # a trace has them among the activations
+    elif step.casts_weights and step.traced is None:  # a trace counts them as activations
         copies = step.compute_bytes * step.model.block_weights  # of autocast
         computing = replace(held, weights=held.weights + copies)
     is_held = layout.accumulates or layout.world_size > 1 or step.zero_stage
@@ -262,7 +262,7 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
     if step.generates:
         cache = rows * layout.max_seq_len * 2 * model.counts.kv_features * step.compute_bytes
     in_layers = layer_working_bytes(step, tokens)
-    if step.traced is not None:  # if no layer keeps anything
+    if step.traced is not None:  # if no layer saves anything
         in_layers = int(step.traced.layers_peak(rows, row_tokens, share=1))
     computing = replace(
         held,
@@ -312,7 +312,7 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
 
 
 def host_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return the bytes that FSDP's offloading keeps in host memory for each rank of GPUs."""
+    """Return the bytes per GPU rank that FSDP's offloading stores in host memory."""
     if not (step.is_fsdp and step.offload_weights and step.is_gpu):
         return 0
     held = _held(replace(step, offload_weights=False), layout)
@@ -333,7 +333,7 @@ def _gathered(step: StepSpec) -> int:
 
 def _gathered_to_begin(step: StepSpec) -> int:
     """Bytes that FSDP gathers before the first layer: head and embedding, and buffers of both."""
-    # 70B in offloaded 4 bits, two H100s: 13.26 GiB measured, 12.94 by this, 11.44 by the layers
+    # 70B in offloaded 4 bits, two H100s: measured 13.26 GiB, this gives 12.94, the layers 11.44
     matrices = 2 if step.model.is_tied else 4
     return matrices * step.compute_bytes * step.model.vocab * step.model.hidden * step.is_fsdp
 
@@ -341,18 +341,18 @@ def _gathered_to_begin(step: StepSpec) -> int:
 def _fetched_weights(step: StepSpec) -> int:
     """Bytes that ZeRO-3 gathers in addition to its shards while it computes.
 
-    These are the output head, a layer and the pieces that it is put together from, what is fetched
-    ahead, and the last layers if the backward pass needs them again soon. Adapters are small
-    enough to stay gathered.
+    These are the output head, a layer and the shards that it is assembled from, prefetched weights,
+    and the last layers if the backward pass needs them again soon. Adapters are small enough to
+    stay gathered.
 
-    Every module that runs fetches ahead, not only every layer, so more and more is gathered up
-    to `fetching.live`: DeepSpeed's fetch_sub_module takes the next parameters while less than
-    stage3_max_live_parameters are available. The last of them may be the head, which goes beyond.
+    Every module that runs prefetches, not only every layer, so the gathered bytes grow up to
+    `fetching.live`: DeepSpeed's fetch_sub_module fetches the next parameters while less than
+    stage3_max_live_parameters are available. The last one may be the head, which exceeds the limit.
     """
     model = step.model
     head = model.vocab * model.hidden
     layer = model.block_weights // model.layers
-    # between its two passes a layer waits for those above it and the head, each of them twice
+    # between its two passes a layer waits for the layers above it and the head, each of them twice
     reused = min(max(0, step.fetching.reuse // 2 - head), model.block_weights - layer)
     fetched = min(step.fetching.ahead, model.block_weights - layer)
     in_layers = 2 * layer + fetched + reused
@@ -366,8 +366,8 @@ def _gathered_layers(step: StepSpec) -> int:
     """Bytes that FSDP gathers in addition to its shards while it computes.
 
     These are the output head, which stays gathered from the forward to the backward pass, and a few
-    layers. A full run also has the gradients of the head or of two layers, and copies of them to be
-    summed in float32.
+    layers. A full run also stores the gradients of the head or of two layers, and copies of them to
+    be summed in float32.
     """
     model = step.model
     layer = layer_bytes(step, step.compute_bytes)
@@ -380,14 +380,14 @@ def _gathered_layers(step: StepSpec) -> int:
 
 
 def layer_bytes(step: StepSpec, weight_bytes: int) -> int:
-    """Return the bytes of the weights of a layer, of which unquantized have `weight_bytes` each."""
+    """Return the bytes of a layer's weights; each unquantized weight has `weight_bytes`."""
     model = step.model
     others = weight_bytes * (model.parameters - model.block_weights)
     return (base_weight_bytes(step, weight_bytes) - others) // model.layers
 
 
 def _gathered_one(step: StepSpec) -> int:
-    """Bytes of the largest matrix, which FSDP gathers by itself to save it."""
+    """Bytes of the largest matrix, which FSDP gathers separately to save it."""
     if not step.is_fsdp:
         return 0
     return step.weight_bytes * step.model.vocab * step.model.hidden

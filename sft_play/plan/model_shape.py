@@ -1,4 +1,4 @@
-"""The shape of a model, from which bytes and FLOPs follow.
+"""The shape of a model, which determines its bytes and FLOPs.
 
 Reads config.json; loads no torch and no weights.
 """
@@ -52,11 +52,11 @@ class ModelShape:
     composite: str | None = None  # the class of a model that has encoders next to its text part
     structure: Structure | None = None  # counted on the model's modules
     guess: str | None = None  # why nobody counted, if the layers may not be those of Llama
-    in_mxfp4: bool = False  # its experts are published so, and stay so over a 4-bit base
+    in_mxfp4: bool = False  # its experts are published in MXFP4, and remain so over a 4-bit base
 
     @cached_property
     def counts(self) -> Structure:
-        """What was counted, else the structure of a Llama of these sizes."""
+        """The counted structure, otherwise the structure of a Llama of these sizes."""
         if self.structure is not None:
             return self.structure
         query = self.heads * self.head_dim
@@ -81,7 +81,7 @@ class ModelShape:
 
     @property
     def matrices(self) -> tuple[MatrixKind, ...]:
-        """The matrices of the layers: what adapters, 4-bit weights and operations follow from."""
+        """The matrices of the layers, which determine adapters, 4-bit weights and FLOPs."""
         return self.counts.matrices
 
     @property
@@ -91,7 +91,7 @@ class ModelShape:
 
     @property
     def float8_matrices(self) -> tuple[MatrixKind, ...]:
-        """The matrices that a float8 base has in 8 bits."""
+        """The matrices that a float8 base stores in 8 bits."""
         return tuple(kind for kind in self.matrices if kind.fits_float8)
 
     @property
@@ -101,7 +101,7 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """All weights but those of experts that a token does not meet."""
+        """All weights except those of experts that a token is not routed to."""
         return self.counts.active_parameters
 
     def with_vocab(self, rows: int) -> Self:
@@ -155,7 +155,7 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
 
 
 def _widest(sizes: int | list[int] | None) -> int | None:
-    """Return a size of all layers; the largest if each has another, as in Gemma 3n."""
+    """Return a size of all layers; the largest if it differs between layers, as in Gemma 3n."""
     return max(sizes, default=None) if isinstance(sizes, list) else sizes
 
 
@@ -165,7 +165,7 @@ def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
     The class knows what config.json leaves out (Gemma 3) or names differently (GPT-2).
     """
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig  # seconds, so only for such files
+    from transformers import AutoConfig  # takes seconds, so only for such files
 
     try:
         text = AutoConfig.for_model(**config).get_text_config()
@@ -184,9 +184,9 @@ def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
 def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:
     """Return the shape of a local model, a well-known one, or one in the hub's cache or on the hub.
 
-    Its structure is there for the sizes of well-known models: see `counting.load_counted_shape`.
+    Its structure is included for well-known sizes: see `counting.load_counted_shape`.
 
-    Raises: EnvironmentFault when it is in none of these places.
+    Raises: EnvironmentFault if it is in none of these places.
     """
     facts = load_facts(name, revision, environ)
     return replace(shape_of(facts.config, name), structure=facts.structure)

@@ -1,4 +1,4 @@
-"""What settings need of machine, model and each other: what is refused, and what to type instead.
+"""Check that settings fit machine, model and each other; errors say what to type instead.
 
 Loads no torch.
 """
@@ -31,7 +31,7 @@ INSTALL_FLASH2 = ".venv/bin/pip install flash-attn --no-build-isolation"
 
 
 def require(loaded: LoadedConfig, hardware: Hardware) -> None:
-    """Raise EnvironmentFault if a setting asks for what this machine does not have."""
+    """Raise EnvironmentFault if a setting needs something that this machine does not have."""
     _require_backend(loaded.config, hardware)
     require_float8(loaded, hardware)
     _require_flash_attention(loaded, hardware)
@@ -80,7 +80,7 @@ def _capability(gpu: Gpu) -> str:
 
 
 def gpus_here(hardware: Hardware) -> list[Gpu]:
-    """Return the GPUs of this machine; those that GPUS names have no UUID."""
+    """Return the GPUs of this machine; GPUs from the variable GPUS have no UUID."""
     return [gpu for gpu in hardware.gpus if gpu.uuid]
 
 
@@ -96,7 +96,7 @@ FLOAT8_CAPABILITY = (8, 9)  # Ada, the first with float8 tensor cores
 
 
 def may_be_float8(config: Config, card: Card | None) -> bool:
-    """Return whether a run that has no float8 base could have one on GPUs of a known card."""
+    """Return whether a run without a float8 base could use one on GPUs of a known card."""
     if card is None or card.capability < FLOAT8_CAPABILITY or config.tuning.has_float8_base:
         return False
     lora = config.tuning.lora
@@ -105,9 +105,9 @@ def may_be_float8(config: Config, card: Card | None) -> bool:
 
 
 def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
-    """Raise EnvironmentFault if a base in float8 is asked for and a GPU has no float8.
+    """Raise EnvironmentFault if a float8 base is requested and a GPU does not support float8.
 
-    A CPU computes what they would.
+    A CPU emulates it.
     """
     gpu = _first_below(FLOAT8_CAPABILITY, hardware)
     if loaded.config.tuning.has_float8_base and gpu is not None:
@@ -118,12 +118,12 @@ def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
         )
 
 
-# accelerate takes DeepSpeed's CPU Adam instead of any other optimizer too, without a message
+# accelerate replaces any other optimizer by DeepSpeed's CPU Adam, too, without a message
 OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
 def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
-    """Raise ConfigError for settings that do not go together on these ranks."""
+    """Raise ConfigError for settings that contradict each other on these ranks."""
     config, machine = loaded.config, inputs.machine
     refuse_offloading(loaded, machine.ranks)
     if machine.offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
@@ -157,7 +157,7 @@ def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
 
 
 def _refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
-    """Raise ConfigError for what DeepSpeed cannot train."""
+    """Raise ConfigError for settings that DeepSpeed cannot train."""
     if loaded.config.train.optim in MATRIX_OPTIMIZERS and ranks.strategy == "deepspeed":
         raise ConfigError(
             f"{loaded.described('train.optim')}: it steps matrices, and DeepSpeed cuts flat "
@@ -190,7 +190,7 @@ def refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJs
 
 
 def refuse_shared_rows(loaded: LoadedConfig, inputs: PlanInputs, step: StepSpec) -> None:
-    """Raise ConfigError for a number of ranks that cannot share each row."""
+    """Raise ConfigError if the number of ranks that share each row is not possible."""
     asked = loaded.config.train.context_parallel
     reason = None
     if asked not in ("auto", 1):
@@ -202,9 +202,9 @@ def refuse_shared_rows(loaded: LoadedConfig, inputs: PlanInputs, step: StepSpec)
 
 
 def refuse_misspelt_targets(step: StepSpec) -> None:
-    """Raise ConfigError for a layer to adapt whose name is nearly that of one that the model has.
+    """Raise ConfigError if the name of a layer to adapt is nearly that of a layer of the model.
 
-    Other unknown names are left to the model itself, which has more than the plan knows.
+    Other unknown names are left to the model itself, which has more layers than the plan knows.
     """
     targets = step.adapters.targets
     if step.is_full or isinstance(targets, str):
@@ -241,7 +241,7 @@ def why_no_kernels(capability: tuple[int, int], triton: str | None) -> str | Non
 
 
 class PackingChoice(NamedTuple):
-    """Whether rows are packed, and if `auto` does not, why."""
+    """Whether rows are packed, and if `auto` does not pack them, why."""
 
     is_packed: bool
     because: str | None = None
@@ -252,8 +252,8 @@ def resolve_packing(config: Config, model_type: str) -> PackingChoice:
 
     `auto` packs on a CPU too. There, two cores train the rows that ship (56 tokens on average) 1.4
     times as fast in micro-batches of 16 and 1.6 times in those of 1, in CPU seconds: sequences are
-    no longer than needed, so attention costs no more. `true` also packs an architecture that `auto`
-    does not. Every packed run checks before the first step whether its documents stay apart.
+    no longer than needed, so attention costs no more. `true` also packs architectures that `auto`
+    does not. Every packed run checks before the first step whether its documents are isolated.
     Raises: ConfigError for `true` if packing cannot work.
     """
     setting = config.train.packing
@@ -284,9 +284,9 @@ def resolve_packing(config: Config, model_type: str) -> PackingChoice:
 
 
 def needs_boundaries(attn_implementation: str, has_fast_attention: bool = False) -> bool:
-    """Return whether a packed batch has to name the boundaries of its documents.
+    """Return whether a packed batch must contain the boundaries of its documents.
 
-    Flash attention and our kernels work by them; sdpa and eager find them in position ids, in any
+    Flash attention and our kernels need them; sdpa and eager derive them from position ids, in any
     batch.
     """
     return has_fast_attention or attn_implementation not in ("auto", "sdpa", "eager")
