@@ -1,4 +1,4 @@
-"""What to type next: the command of a plan, and what to change if memory lacks. No I/O."""
+"""The next command to type: that of a plan, or one that needs less memory. No I/O."""
 
 import os
 import shlex
@@ -28,7 +28,7 @@ TARGETS = {
     "deepspeed": "train-deepspeed",
 }
 MICRO_BATCH_PHASES = ("forward", "backward")
-# Settings that a checkpoint of the run does not depend on
+# Settings that do not affect a run's checkpoint
 KEEP_CHECKPOINTS = {
     "train.batch_size",
     "train.grad_accum",
@@ -62,7 +62,7 @@ def start_command(plan: RunPlan, given: Mapping[str, str]) -> list[str]:
 
 
 def does_not_fit(plan: RunPlan) -> OutOfMemory:
-    """Return the error of a plan that does not fit: what lacks, and the changes that help most."""
+    """Return the error of a plan that does not fit: what is missing, and the best changes."""
     changes = [change.words for change in plan.changes]
     advice = "; or ".join(changes[:3]) or "a smaller model, or a GPU with more memory"
     if len(changes) > 3:
@@ -108,9 +108,9 @@ def after_out_of_memory(
 ) -> str:
     """Return the make command of a run that needs less in `phase`, if `run` lacked memory.
 
-    `config` is the run's resolved one, and CONFIG is its file, so whatever else was
-    set stays, and so does the effective batch. `has_checkpoint` says whether the new run can
-    continue if this one was.
+    `config` is the run's resolved one, and CONFIG is its file, so all other settings are
+    kept, including the effective batch. `has_checkpoint` says whether the new run can
+    resume from the old one.
     """
     settings = smaller_settings(config, plan, phase)
     variables: dict[str, object] = {"CONFIG": run / "config.yaml"}
@@ -120,7 +120,7 @@ def after_out_of_memory(
         variables["RUN"] = f"{run.name}-2"  # the name is taken
     variables |= _rank_variables(plan)
     target = TARGETS[plan.ranks.strategy]
-    if not settings:  # nothing is left to make smaller on these GPUs
+    if not settings:  # nothing can be reduced further on these GPUs
         target = "train-distributed"
         settings = _divided(config)
         variables["NUM_GPUS"] = 2 * plan.ranks.per_node
@@ -160,7 +160,7 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
 
 
 def _divided(config: Config) -> dict[str, object]:
-    """Return the settings with which GPUs divide a model among them."""
+    """Return the settings that shard a model across GPUs."""
     backend = {"tuning.backend": "bnb"}
     is_zero = why_not_fsdp(config.changed(backend)) is not None
     return {

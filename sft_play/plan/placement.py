@@ -1,8 +1,8 @@
 """Which GPU of one process stores which part of a model: model.device_map. Pure: no torch, no I/O.
 
-A model is a row of blocks in the order in which they compute: what comes before the layers, the
-layers, what comes after them. A GPU stores consecutive blocks, so that hidden states
-cross from one GPU to the next once in a pass.
+A model is a sequence of blocks in the order of computation: modules before the layers, the layers,
+modules after them. A GPU stores consecutive blocks, so that hidden states move from one GPU to the
+next only once per pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ def spread(sizes: Sequence[int], gpus: int) -> list[int]:
 
 
 def _filled(sizes: Sequence[int], limit: int) -> list[int]:
-    """Return the GPU of each block if every GPU is filled up to a limit before the next."""
+    """Return the GPU of each block if every GPU is filled up to a limit before the next one."""
     places: list[int] = []
     gpu = 0
     held = 0
@@ -69,9 +69,9 @@ def places_by_rule(
 
 
 def map_layers(devices: Mapping[str, int | str], layers: int) -> list[int]:
-    """Return the GPU of each layer by a mapping of module names, as far as the names tell.
+    """Return the GPU of each layer by a mapping of module names, as far as the names show it.
 
-    The mapping is checked against the model's modules where it is loaded.
+    The mapping is checked against the model's modules when the model is loaded.
     """
     places: list[int] = []
     for number in range(layers):
@@ -97,9 +97,9 @@ def counts(places: Sequence[int]) -> tuple[int, ...]:
 
 
 def parts_by_gpu(step: StepSpec, layout: Layout) -> list[tuple[StepSpec, Layout]]:
-    """Return what each GPU with layers computes, one part for GPUs that store as much.
+    """Return the work of each GPU with layers; GPUs that store the same amount form one part.
 
-    The first layers of the model are those that are checkpointed.
+    The checkpointed layers are the first ones of the model.
     """
     parts: dict[tuple[int, int], tuple[StepSpec, Layout]] = {}
     begin = 0

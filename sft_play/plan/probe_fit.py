@@ -1,4 +1,4 @@
-"""What two small measured steps say about a step of any size, and where that is kept. No torch.
+"""Predict steps of any size from two small measured steps, and cache the measurements. No torch.
 
 Legend: t tokens of a micro-batch, L checkpointed layers.
 """
@@ -21,17 +21,17 @@ from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-# Sources that decide what a step allocates
+# Source files that affect the allocations of a step
 COMPUTING = ("models/**/*.py", "training/loop.py", "training/batches.py", "training/dry_run.py")
-# Of what the allocator can have: pieces too small for any tensor. The rest of the plan's reserve is
-# measured now.
+# Share of the allocator's memory: pieces too small for any tensor. The rest of the plan's reserve
+# is measured now.
 FRAGMENTATION = 0.03
 BY_TOKENS = ("forward", "backward")  # phases that grow with the tokens; the optimizer's does not
 
 
 @dataclass(frozen=True)
 class Point:
-    """The most bytes that the allocator had in use, in each phase of a step, over all ranks."""
+    """Peak bytes of the allocator in each phase of a step, over all ranks."""
 
     tokens: int  # of a micro-batch on one rank
     checkpointed_layers: int
@@ -45,15 +45,15 @@ class Point:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What a probe measured before the first step, and what it made of that."""
+    """The measurements of a probe before the first step, and the resulting choice."""
 
     points: tuple[Point, ...]  # the two that were fitted first, if there are two
     predicted_before: Mapping[str, int]  # bytes of each phase by the closed form
     predicted_after: Mapping[str, int] | None  # by what was measured; None without a GPU
     verified_bytes: int | None  # of the chosen step, measured; None if it was not
     seconds: float
-    cached: bool  # points of an earlier probe sufficed
-    changed: bool  # another batch was chosen than planned
+    cached: bool  # points of an earlier probe were sufficient
+    changed: bool  # a different batch was chosen than planned
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Line:
     def through(cls, tokens: Sequence[int], sizes: Sequence[int]) -> Self:
         """Return the line through two points.
 
-        It is level if it would fall, or if both have as many tokens.
+        It is constant if it would fall, or if both points have the same number of tokens.
         """
         width = tokens[1] - tokens[0]
         slope = max(0.0, (sizes[1] - sizes[0]) / width) if width else 0.0
@@ -81,8 +81,8 @@ class MeasuredFit:
     Forward and backward are lines in t, measured F + S t and in closed form f(L) + s(L) t. For
     other t and L
         bytes(t, L) = closed(t, L) + (F - f(L0)) + (S / s(L0) - 1) (closed(t, L) - f(L)),
-    which is what was measured at both points and follows the closed form elsewhere. The optimizer's
-    phase is moved by what it differs. Phases that no probe runs are left as they are. All bytes
+    which is exact at both points and follows the closed form elsewhere. The optimizer's
+    phase is shifted by its difference. Phases that no probe runs are unchanged. All bytes
     include the context, which a point does not include, and CUDA graphs, which are recorded later.
     """
 
@@ -123,7 +123,7 @@ class MeasuredFit:
         return self.small, self.large
 
     def _excess(self, name: str, layout: Layout, closed_bytes: int) -> int:
-        """Return what was measured beyond the closed form in a phase."""
+        """Return the bytes measured beyond the closed form in a phase."""
         context = context_bytes(self.step, layout)
         measured = [point.phases[name] + context for point in self._points]
         closed_there = self._closed_at_points(name, self.large, layout.world_size)
@@ -147,15 +147,15 @@ class MeasuredFit:
 
 
 def _one_row(like: Point | Layout, tokens: int, world_size: int) -> Layout:
-    """Return the layout of one row with all the tokens, which has the bytes of several."""
+    """Return the layout of one row with all the tokens, which needs the bytes of several rows."""
     return Layout(1, 1 + like.accumulates, world_size, tokens, like.checkpointed_layers)
 
 
 def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes: int) -> StepBytes:
     """Return the bytes of a step that was itself measured, at `point`.
 
-    `used_bytes` is what the process took then: with the allocator's gaps, and with the context as
-    it is. The peak is no less.
+    `used_bytes` is what the process used then, including the allocator's gaps and the actual
+    context. The peak is at least that.
     """
     memory = MeasuredFit(step, point, point).memory(layout)
     missing = used_bytes + _graphs_of_step(step, layout) - memory.predicted_peak
@@ -167,12 +167,12 @@ def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes:
 
 
 def context_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return what the closed form counts for what lies outside the allocator."""
+    """Return the closed form's bytes outside the allocator."""
     return step_bytes(step, layout).peak.context
 
 
 def unmeasured_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return what a step takes beyond a point: the context, and CUDA graphs recorded later."""
+    """Return the bytes of a step beyond a point: the context, and CUDA graphs recorded later."""
     return context_bytes(step, layout) + _graphs_of_step(step, layout)
 
 
@@ -181,18 +181,18 @@ def _graphs_of_step(step: StepSpec, layout: Layout) -> int:
 
 
 def budget_bytes(step: StepSpec, layout: Layout, allocatable_bytes: int) -> int:
-    """Return what a rank may take, context included.
+    """Return the bytes that a rank may use, context included.
 
-    The allocator can have `allocatable_bytes` in all.
+    `allocatable_bytes` is the total that the allocator can get.
     """
     return int(allocatable_bytes * (1 - FRAGMENTATION)) + context_bytes(step, layout)
 
 
 def request_of_started_run(request: BatchRequest, planned: Layout) -> BatchRequest:
-    """Return what may be chosen once a run has begun.
+    """Return the possible choices once a run has started.
 
-    Its effective batch stays, and if a backend patched all layers while it loaded, whether they
-    are checkpointed.
+    Its effective batch is fixed. If a backend patched all layers while it loaded, whether they are
+    checkpointed is fixed, too.
     """
     request = replace(request, effective_batch=planned.rows_per_step, is_effective_set=True)
     if request.recomputes_by_layer:
@@ -240,5 +240,5 @@ def read_points(folder: Path, fingerprint: str) -> tuple[Point, ...]:
 
 
 def write_points(folder: Path, fingerprint: str, points: Sequence[Point]) -> None:
-    """Keep the points of a probe, the two of its fit first."""
+    """Cache the points of a probe, the two of its fit first."""
     write_json(folder / f"{fingerprint}.json", {"points": [asdict(point) for point in points]})

@@ -1,4 +1,4 @@
-"""How many processes a run has, where they run, how they meet, and what each of them computes on.
+"""How many processes a run has, where they run, how they connect, and their devices.
 
 Loads no torch.
 """
@@ -57,9 +57,9 @@ def plan_ranks(
 ) -> Ranks:
     """Return how many processes run where.
 
-    Raises: EnvironmentFault when NUM_GPUS is more than there are GPUs, or cores if DEVICE=cpu,
-    or a cluster counts on more processes than are asked for; ConfigError for several machines
-    without an address to meet at.
+    Raises: EnvironmentFault if NUM_GPUS is more than there are GPUs, or cores if DEVICE=cpu,
+    or if a cluster started more processes than requested; ConfigError for several machines
+    without an address for the main machine.
     """
     if invocation.nnodes > 1 and not environ.get("MASTER_ADDR", "").strip():
         raise ConfigError(
@@ -82,7 +82,7 @@ def plan_ranks(
     elif per_node * invocation.nnodes > 1:
         strategy = "ddp"
     if strategy == "single" and environ.get("WORLD_SIZE", "").strip() not in ("", "1"):
-        # each machine of a cluster would train by itself
+        # otherwise each machine of a cluster would train separately
         raise EnvironmentFault(
             f"WORLD_SIZE={environ['WORLD_SIZE']} is set, by a cluster or a launcher, and this run "
             "is one process; set NNODES, NODE_RANK and MASTER_ADDR for several machines, or unset "
@@ -105,7 +105,7 @@ def plan_ranks(
 
 
 def _refuse_crowd(processes: int, device: str, cores: int) -> None:
-    """Refuse several processes without a GPU, unless DEVICE=cpu asks for as many as have a core.
+    """Refuse several processes without a GPU, unless DEVICE=cpu requests at most one per core.
 
     Raises: EnvironmentFault.
     """
@@ -123,7 +123,7 @@ def _refuse_crowd(processes: int, device: str, cores: int) -> None:
 
 
 def visible_entries(visible: str | None, count: int) -> tuple[str, ...]:
-    """Return what CUDA_VISIBLE_DEVICES must say for the first `count` of the GPUs it shows now.
+    """Return the value of CUDA_VISIBLE_DEVICES for the first `count` of the GPUs it shows now.
 
     If it names fewer, the plan is for another machine's GPUs, which count from 0.
     """
@@ -139,7 +139,7 @@ DTYPE_NAMES: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "float32":
 
 
 class PrecisionChoice(NamedTuple):
-    """A precision, and if it is not what was asked for, why."""
+    """A precision, and why it differs from the requested one, if it does."""
 
     precision: Precision
     warnings: list[str]
@@ -201,18 +201,18 @@ def choose_precision(
     return PrecisionChoice("fp16" if wants_fp16 else "float32", warnings)
 
 
-RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not see
+RESERVE = 0.08  # of free memory: fragmentation, and what the closed form does not cover
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The ranks of a run, what they compute in, and the memory that each may use."""
+    """The ranks of a run, their precision, and the memory that each may use."""
 
     ranks: Ranks
     precision: Precision
-    budget_bytes: int  # that one rank may take
+    budget_bytes: int  # that one rank may use
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
-    host_budget_bytes: int = 0  # that one rank may take of host memory
+    host_budget_bytes: int = 0  # host memory that one rank may use
     zero_stage: int = 0  # 0 without DeepSpeed
     offload: bool = False  # of the optimizer's state
     offload_weights: bool = False  # ZeRO-3's or FSDP's
@@ -224,7 +224,7 @@ class Machine:
 
     @property
     def is_half(self) -> bool:
-        """Whether matrix products are in 16 bits."""
+        """Whether matrix multiplications are in 16 bits."""
         return self.precision != "float32"
 
     @property
@@ -241,7 +241,7 @@ def machine_of(
     fsdp_offload: bool,
     hidden: int,
 ) -> Machine:
-    """Return what the ranks compute on. `raw` is the DeepSpeed JSON; `hidden` are its features."""
+    """Return the ranks' hardware. `raw` is the DeepSpeed JSON; `hidden` are its features."""
     offload, offload_weights = deepspeed.offloads(raw)
     free_bytes = hardware.ram_available_bytes // ranks.per_node
     if ranks.device == "cuda":  # the least free of its GPUs
@@ -260,7 +260,7 @@ def machine_of(
 
 
 def used_before(hardware: Hardware, ranks: Ranks) -> tuple[int, ...]:
-    """Return what others use now of each GPU of this machine's ranks; 0 on a CPU."""
+    """Return the bytes that others use now on each GPU of this machine's ranks; 0 on a CPU."""
     if ranks.device == "cpu":
         return (0,) * ranks.per_node
     gpus = hardware.gpus[: ranks.gpus_per_node]

@@ -1,6 +1,6 @@
-"""Learning rate, epochs and longest row if the config says auto. Pure: no torch, no I/O.
+"""Choose learning rate, epochs and longest row if they are auto. Pure: no torch, no I/O.
 
-They follow from mode, model and rows. Each choice has a reason, which becomes the setting's origin.
+They depend on mode, model and rows. Each choice has a reason, which becomes the setting's origin.
 """
 
 import math
@@ -29,24 +29,24 @@ BY_MEMORY = ("tuning.mode", "tuning.lora.experts")  # chosen by the plan if the 
 # QLoRA (Dettmers et al. 2023, table 9): 2e-4 for 7B and 13B, 1e-4 for 33B and 65B. The best rate
 # hardly depends on the rank (Thinking Machines, "LoRA Without Regret", 2025).
 ADAPTER_RATES = ((30e9, 2e-4), (math.inf, 1e-4))
-# A tenth of an adapter's (the same article); of larger models less: 2e-5 and 5e-6 for 7B and 8B
-# (Alpaca, Tulu 3), 1e-5 and 2e-6 for 65B and 70B (LIMA, Tulu 3). These are the means of such pairs.
+# A tenth of an adapter's rate (the same article); less for larger models: 2e-5 and 5e-6 for 7B and
+# 8B (Alpaca, Tulu 3), 1e-5 and 2e-6 for 65B and 70B (LIMA, Tulu 3). The values are their means.
 FULL_RATES = ((3e9, 2e-5), (30e9, 1e-5), (math.inf, 5e-6))
 # Lion's rate is 3 to 10 times smaller than AdamW's (Chen et al. 2023, arXiv 2302.06675, section 5).
-# Muon, scaled to the RMS of AdamW's update, has AdamW's rate (Moonshot 2025, arXiv 2502.16982). So
-# has Adafactor, whose update has an RMS of 1 at most (Shazeer and Stern 2018, section 6).
+# Muon, scaled to the RMS of AdamW's update, uses AdamW's rate (Moonshot 2025, arXiv 2502.16982). So
+# does Adafactor, whose update has an RMS of 1 at most (Shazeer and Stern 2018, section 6).
 LION_SHARE = 5
 
-# As OpenAI's cookbook chooses them: three passes, and fewer if that is more than 25,000 rows
+# As in OpenAI's cookbook: three passes, and fewer if that is more than 25,000 rows
 EPOCHS = 3
 MOST_ROWS_SEEN = 25_000
-# 100 steps of 32 rows: in fewer, an adapter hardly moves. LIMA takes 15 passes over 1,000 rows.
+# 100 steps of 32 rows: in fewer, an adapter hardly changes. LIMA used 15 passes over 1,000 rows.
 FEWEST_ROWS_SEEN = 3_200
 MOST_EPOCHS = 10
 
 KEPT_ROWS = 0.995
-KEPT_TOKENS = 0.99  # a few rows that are very long may have a large part of the tokens
-HARDLY_LONGER = 1.25  # than the length that covers almost all rows: then no row is left out
+KEPT_TOKENS = 0.99  # a few very long rows may contain a large part of the tokens
+HARDLY_LONGER = 1.25  # than the length that covers almost all rows: then no row is dropped
 SHORTEST_LIMIT = 512  # packed rows share a sequence, so a shorter one saves nothing
 ASSUMED_LIMIT = 2048
 
@@ -60,28 +60,28 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class RowFacts:
-    """What a first read of the training rows tells."""
+    """Facts from a first read of the training rows."""
 
     rows: int  # of an epoch
     lengths: tuple[int, ...]  # tokens of some rows, shortest first; at least one
     is_estimated: bool = False  # from the first part of large files
     # why the tokens were estimated from the characters; None: a tokenizer counted them
     uncounted_because: str | None = None
-    are_texts: bool = False  # none is a conversation
-    labelled: float | None = None  # share of the tokens that have loss; None if it is not known
+    are_texts: bool = False  # no row is a conversation
+    labelled: float | None = None  # share of the tokens that have loss; None if not known
 
 
 @dataclass(frozen=True)
 class RecipeFacts:
-    """What the choices follow from; None is not known."""
+    """The facts on which the choices depend; None means not known."""
 
     parameters: int | None = None
-    positions: int | None = None  # longest sequence that the base can take, in tokens
+    positions: int | None = None  # longest sequence that the base supports, in tokens
     rows: RowFacts | str = "nobody looked at the rows"  # or why there are none
 
 
 def settle(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
-    """Return the config with a number for each auto of SETTINGS; its origin has the reason.
+    """Return the config with a number for each auto of SETTINGS; its origin contains the reason.
 
     Raises: ConfigError if a number breaks a rule between settings.
     """
@@ -104,7 +104,7 @@ def settle(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
 
 
 def depends_on_rows(config: Config) -> bool:
-    """Return whether some auto needs a read of the rows."""
+    """Return whether some auto depends on the rows."""
     return "auto" in (config.train.epochs, config.model.max_seq_len)
 
 
@@ -134,7 +134,7 @@ def choose_learning_rate(mode: str, parameters: int | None, optim: str = "adamw_
 
 
 def choose_epochs(facts: RowFacts | str) -> Choice:
-    """Return the passes over the training rows: whole ones, so that each row counts the same.
+    """Return the number of passes over the training rows: an integer, so each row counts the same.
 
     >>> choose_epochs(RowFacts(7473, (100,)))
     Choice(value=3.0, reason='7,473 training rows')
@@ -155,7 +155,7 @@ def choose_max_seq_len(
     generated_tokens: int = 0,
     may_lose: float | None = None,
 ) -> Choice:
-    """Return the length in tokens that covers almost all rows, within the `positions` of the base.
+    """Return the length in tokens that covers almost all rows, within the base's `positions`.
 
     An evaluation that generates `generated_tokens` needs room for them and for a prompt. If
     longer rows are dropped, `may_lose` is the share of trained tokens that may be lost with them.
@@ -191,7 +191,7 @@ def choose_max_seq_len(
 
 
 def _may_lose(config: Config, rows: RowFacts | str) -> float | None:
-    """Return the share of tokens that may be lost with rows that are too long; None: none is."""
+    """Return the share of tokens that may be lost with too long rows; None: no rows are dropped."""
     are_texts = isinstance(rows, RowFacts) and rows.are_texts
     drops = config.data.too_long == "drop" or (config.data.too_long == "auto" and not are_texts)
     return config.data.max_lost if drops else None
@@ -208,13 +208,13 @@ def round_up(tokens: int) -> int:
 
 
 def sentences(loaded: LoadedConfig) -> tuple[str, ...]:
-    """Return the settings of the recipe with their values and where each comes from."""
+    """Return the settings of the recipe with their values and origins."""
     by_memory = [path for path in BY_MEMORY if loaded.origin[path].startswith(CHOSEN)]
     return tuple(loaded.described(path) for path in (*SETTINGS, *by_memory))
 
 
 def foreign_recipe(loaded: LoadedConfig) -> list[str]:
-    """Return a warning if another model is trained by what suits the model that ships."""
+    """Return a warning if another model is trained with the settings of the model that ships."""
     if is_shipped_model(loaded.config.model.name):
         return []
     file = displayed(DEFAULT)
@@ -235,7 +235,7 @@ def format_count(number: float) -> str:
 
 
 def describe_weights(model: ModelShape) -> str:
-    """Return a model's number of weights as text, and what is not plain about its layers."""
+    """Return a model's number of weights as text, and the special features of its layers."""
     words = f"{format_count(model.parameters)} weights"
     if model.guess is not None:
         words = f"about {words}, a guess"
@@ -245,7 +245,7 @@ def describe_weights(model: ModelShape) -> str:
 
 
 def _generated_tokens(config: Config) -> int:
-    """Return the tokens that the user wants generated; auto follows from max_seq_len."""
+    """Return the tokens that the user wants to generate; auto follows from max_seq_len."""
     train = config.train
     if not train.predict_with_generate or train.generation_max_new_tokens == "auto":
         return 0

@@ -17,7 +17,7 @@ from sft_play.plan.weight_offloading import describe_host
 from sft_play.plan.workload import Workload, describe_float8, describe_run, describe_speed
 
 LINE_WIDTH = 110
-LABEL_WIDTH = 14  # of a line's first column, which says what the line is about
+LABEL_WIDTH = 14  # of a line's first column, the label
 STRATEGIES = {
     "single": "one process",
     "ddp": "DDP",
@@ -30,7 +30,7 @@ MEMORY_SOURCES = {
     "traced": "by a trace of the model's code",
     "guess": "a guess",
 }
-# Components that are not called what they are for
+# Components whose displayed name differs
 COMPONENT_NAMES = {
     "logits": "logits and loss",
     "buckets": "gradient buckets",
@@ -65,7 +65,7 @@ def plan_line(planned: PlannedRun) -> str:
 
 
 def packing_line(plan: RunPlan, unpacked: int) -> str:
-    """Return how a packed run makes its steps, instead of `unpacked` micro-batches."""
+    """Return how many micro-batches a packed run needs per step, instead of `unpacked`."""
     layout = plan.layout
     sequences = f"{layout.sequences} sequence{'s' * (layout.sequences > 1)}"
     return (
@@ -77,7 +77,7 @@ def packing_line(plan: RunPlan, unpacked: int) -> str:
 
 
 def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict[str, object]:
-    """Return what `plan --json` prints."""
+    """Return the JSON that `plan --json` prints."""
     ranks = plan.ranks
     layout = plan.layout
     zero = plan.deepspeed
@@ -130,10 +130,10 @@ def phases_json(memory: StepBytes) -> dict[str, dict[str, int]]:
 def lines(
     planned: PlannedRun, command: Launch, make_words: Iterable[str], workload: Workload | str
 ) -> list[str]:
-    """Return a plan as a person reads it.
+    """Return a plan as text for people.
 
-    What and where, bytes by phase, batch, speed, hours, and what to type. `make_words` start the
-    run; `workload` is what it trains, or why that is not known.
+    It contains hardware, bytes by phase, batch, speed, hours, and what to type. `make_words` start
+    the run; `workload` is what it trains, or why that is not known.
     """
     plan = planned.plan
     is_composite = plan.step.model.composite is not None
@@ -173,7 +173,7 @@ def lines(
 
 
 def closed_form(plan: RunPlan) -> StepBytes:
-    """Return what the closed form says of a step that was traced."""
+    """Return the closed form's bytes for a step that was traced."""
     return step_bytes(replace(plan.step, traced=None), plan.layout)
 
 
@@ -187,7 +187,7 @@ def closed_form_line(plan: RunPlan) -> str:
 
 
 def _labelled(*facts: tuple[str, str | None]) -> list[str]:
-    """Return the lines of labels and texts; a text of None has none."""
+    """Return the lines of labels and texts; a text of None has no line."""
     shown = []
     for label, text in facts:
         if text:
@@ -206,7 +206,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 
 def _command(label: str, words: Iterable[str]) -> list[str]:
-    """Return a shell command on as many lines as it takes, which a shell reads as one."""
+    """Return a shell command on several lines if needed, which a shell reads as one."""
     indent = " " * (LABEL_WIDTH - 1)
     rows = [f"{label:<{LABEL_WIDTH - 1}}"]
     is_empty = True
@@ -228,7 +228,7 @@ ENCODERS = {
 
 
 def describe_encoders(planned: PlannedRun) -> str:
-    """Return what is trained of a model with encoders, and what becomes of those."""
+    """Return what is trained of a model with encoders, and what happens to the encoders."""
     model = planned.plan.step.model
     encoders = ENCODERS[planned.config.tuning.encoders]
     size = f", {format_count(model.counts.encoders)} weights" if model.counts.encoders else ""

@@ -1,4 +1,4 @@
-"""What this machine will do with a config: every `auto` becomes a number. Loads no torch."""
+"""Resolve a config for this machine: every `auto` becomes a number. Loads no torch."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -71,7 +71,7 @@ def resolve(
     compares &= asked.name == "auto" and ranks.world_size > 1 and ranks.device == "cuda"
 
     def plan_engines(loaded: LoadedConfig) -> PlannedRun:
-        """Return the plan of an engine that fits, else that of the first one."""
+        """Return the plan of an engine that fits, otherwise that of the first one."""
         needs.require(loaded, hardware)
         is_float16 = choose_precision(loaded, hardware, {}).precision == "fp16"  # without a JSON
         plans = []
@@ -99,9 +99,9 @@ def fastest(
     hardware: Hardware,
     environ: Mapping[str, str],
 ) -> PlannedRun:
-    """Return the plan of the fastest strategy that fits on all GPUs, unless one is asked for.
+    """Return the plan of the fastest strategy that fits on all GPUs, unless one is requested.
 
-    A device map asks for one process. Raises: as `resolve`.
+    A device map requires one process. Raises: as `resolve`.
     """
     distributed = loaded.config.model.device_map is None
     return resolve(loaded, invocation, hardware, environ, distributed, False, compares=True)
@@ -113,9 +113,9 @@ def _fits_and_speed(planned: PlannedRun) -> tuple[bool, float]:
 
 
 def _smaller_adapters(loaded: LoadedConfig, plan: RunPlan) -> Iterator[Layer]:
-    """Yield settings that need less memory than a plan's, the largest adapters on experts first.
+    """Yield settings that need less memory than a plan, the largest adapters on experts first.
 
-    Experts that are published in 4 bits also stay so, unless the user set a mode.
+    Experts that are published in 4 bits also remain so, unless the user set a mode.
     """
     config, step = loaded.config, plan.step
     lora = config.tuning.lora
@@ -248,7 +248,7 @@ def _resolved(
 
 
 def _nccl_timeout(environ: Mapping[str, str]) -> int:
-    """Return NCCL_TIMEOUT in seconds, a name that people set and no library reads."""
+    """Return NCCL_TIMEOUT in seconds, a variable that people set and no library reads."""
     text = environ.get("NCCL_TIMEOUT") or str(NCCL_SECONDS)
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""What one run will do: written to plan.json by the front end, read once where the worker starts.
+"""The plan of one run: the front end writes plan.json, and the worker reads it once at its start.
 
-Loads no torch. What follows from chosen numbers is a property, never stored.
+Loads no torch. Values that follow from chosen numbers are properties and never stored.
 """
 
 from dataclasses import dataclass, replace
@@ -26,10 +26,10 @@ from sft_play.runs.folder import RunFolder, first_fault
 
 @dataclass(frozen=True)
 class DeepSpeedPlan:
-    """What DeepSpeed gets. Its batch counts sequences, so that the product is right when packed."""
+    """DeepSpeed's settings. Its batch counts sequences, so the total is right for packed rows."""
 
-    settings: dict[str, Any]  # in DeepSpeed's format, no number "auto"
-    source: str  # the JSON that they come from
+    settings: dict[str, Any]  # in DeepSpeed's format, no number is "auto"
+    source: str  # the JSON file that they come from
     source_digest: str = ""  # SHA-256 of that file, shortened
 
     @property
@@ -52,13 +52,13 @@ class RunPlan:
     """One run as it will be started; its settings are in config.yaml, with no auto left."""
 
     ranks: Ranks
-    request: BatchRequest  # what the user asked of batch and checkpointing
+    request: BatchRequest  # the user's settings of batch and checkpointing
     step: StepSpec  # what each rank computes
-    layout: Layout  # how the rows of a step are cut into micro-batches
-    packing: bool  # whether rows share sequences; counted ones are in `layout`
+    layout: Layout  # how the rows of a step are split into micro-batches
+    packing: bool  # whether rows share sequences; the counted ones are in `layout`
     unpacked_because: str | None  # if train.packing=auto is off
-    memory: StepBytes  # by the closed form, once probed by measurement
-    budget_bytes: int  # that a rank may take
+    memory: StepBytes  # by the closed form; after a probe, by measurement
+    budget_bytes: int  # that a rank may use
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
     used_before_bytes: tuple[int, ...]  # by others, of each GPU of this machine's ranks; 0 on a CPU
     deepspeed: DeepSpeedPlan | None = None
@@ -68,7 +68,7 @@ class RunPlan:
     recipe: tuple[str, ...] = ()  # learning rate, epochs, longest row: where each comes from
     launch: Launch | None = None  # the command; None until the run has a folder
     probe: ProbeReport | None = None
-    has_auto_answer_limit: bool = False  # train.generation_max_new_tokens follows the rows
+    has_auto_answer_limit: bool = False  # train.generation_max_new_tokens follows from the rows
 
     @property
     def fits(self) -> bool:
@@ -76,15 +76,15 @@ class RunPlan:
 
     @property
     def is_batch_explicit(self) -> bool:
-        """Whether the micro-batch is the user's number, which stands even if it may not fit."""
+        """Whether the micro-batch is the user's number, which is used even if it may not fit."""
         return self.request.batch_size != "auto"
 
     @property
     def may_grow(self) -> bool:
         """Whether micro-batches may become larger once packed rows are counted.
 
-        Not if the user set a number, nor if a larger one might find no room in host memory,
-        which no budget bounds.
+        False if the user set a number, or if a larger one might not fit into host memory, which
+        has no budget.
         """
         is_auto = self.request.batch_size == self.request.grad_accum == "auto"
         return is_auto and self.step.is_gpu and not self.step.offload_activations
@@ -95,7 +95,7 @@ class RunPlan:
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP divides the base weights among the ranks."""
+        """Whether FSDP shards the base weights across the ranks."""
         return self.ranks.strategy == "fsdp"
 
     @property
@@ -122,16 +122,16 @@ class RunPlan:
 
     @property
     def speed(self) -> Speed | None:
-        """What is predicted if all rows are full; None if nothing is known of the device."""
+        """The predicted speed if all rows are full; None if the device is not known."""
         return self.speed_of(self.step, self.layout)
 
     def speed_of(self, step: StepSpec, layout: Layout) -> Speed | None:
-        """Return what is predicted of another step, or of another layout."""
+        """Return the predicted speed of another step, or of another layout."""
         return predict(step, layout, self.card, self.ranks.nodes)
 
     @property
     def longest_rows(self) -> LongestRows:
-        """The longest rows that the memory takes, with and without offloaded activations."""
+        """The longest rows that fit into memory, with and without offloaded activations."""
         return longest_rows(self.step, self.request, self.budget_bytes, self.speed_of)
 
     @property
@@ -140,7 +140,7 @@ class RunPlan:
         return " and ".join(sorted(set(self.gpu_names)))
 
     def used_before(self, local_rank: int) -> tuple[int, ...]:
-        """Return what others used on each GPU of a rank of this machine; 0 on a CPU."""
+        """Return the bytes others used on each GPU of a rank of this machine; 0 on a CPU."""
         gpus = self.ranks.gpus_per_process
         return self.used_before_bytes[local_rank * gpus : (local_rank + 1) * gpus]
 
@@ -151,14 +151,14 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """What the worker is given: settings with no auto left, and the plan."""
+    """The worker's input: settings with no auto left, and the plan."""
 
     config: Config
     plan: RunPlan
 
     @classmethod
     def read(cls, folder: RunFolder) -> Self:
-        """Return what a run was given. Raises EnvironmentFault when this is no run folder."""
+        """Return the input of a run. Raises EnvironmentFault if this is not a run folder."""
         return cls(folder.read_config(), read_plan(folder))
 
     def write(self, folder: RunFolder) -> None:
@@ -167,9 +167,9 @@ class PlannedRun:
         write_text(folder.path / "plan.json", self.plan.to_json())
 
     def packed(self, fullest_step: int, step_tokens: float) -> Self:
-        """Return the run once the rows are counted: fewer micro-batches.
+        """Return the run after the rows are counted: it has fewer micro-batches.
 
-        `step_tokens` are those of a usual step, of all ranks.
+        `step_tokens` are the tokens of a usual step, over all ranks.
         """
         plan = self.plan
         request = replace(plan.request, row=plan.request.row.packed(fullest_step))
@@ -180,10 +180,10 @@ class PlannedRun:
         return replace(self, plan=replace(plan, request=request)).with_layout(layout)
 
     def as_before(self, earlier: RunPlan) -> Self:
-        """Return a resumed run with the micro-batches that it had, if these need no more memory.
+        """Return a resumed run with its previous micro-batches, if these need no more memory.
 
-        A probe may have found less memory than the plan counts on, and a resumed run has no probe.
-        Of the same rows and settings on the same GPUs equal micro-batches give equal numbers, too.
+        A probe may have found less memory than planned; a resumed run has no probe. For the same
+        rows and settings on the same GPUs, equal micro-batches also give equal numbers.
         """
         plan = self.plan
         asked = replace(earlier.request, is_effective_set=plan.request.is_effective_set)
@@ -198,7 +198,7 @@ class PlannedRun:
     def with_layout(self, layout: Layout, memory: StepBytes | None = None) -> Self:
         """Return the same run with another layout, before its first step.
 
-        Its bytes are `memory`, or those of the plan. Whoever needs a batch reads the layout; the
+        Its bytes are `memory`, or those of the plan. Code that needs a batch reads the layout; the
         config and DeepSpeed's settings repeat it for people and libraries.
         """
         plan = self.plan
@@ -216,7 +216,7 @@ class PlannedRun:
 
 
 def read_plan(folder: RunFolder) -> RunPlan:
-    """Return the plan of a run. Raises EnvironmentFault when this is no run folder."""
+    """Return the plan of a run. Raises EnvironmentFault if this is not a run folder."""
     text = folder.read_input("plan.json")
     try:
         return _adapter().validate_json(text)

@@ -1,4 +1,4 @@
-"""Where a run's rows are: what the data settings name, on this disk or on the hub.
+"""Locate a run's rows: the data settings refer to this disk or to the hub.
 
 Opens no file; loads no torch.
 """
@@ -38,9 +38,9 @@ def resolved(data: DataSection) -> DataSection:
 
 
 def require(loaded: LoadedConfig) -> None:
-    """Refuse rows that are not there before a run folder is made.
+    """Refuse missing rows before a run folder is made.
 
-    A name that may be a hub data set's passes. Raises: DataError.
+    A name that may be a hub data set passes. Raises: DataError.
     """
     data = resolved(loaded.config.data)
     for setting in SETTINGS:
@@ -66,11 +66,11 @@ def list_paths(value: Value) -> list[str]:
 
 
 def _absolute(value: Value | SourceSection) -> Any:
-    """Return a setting with every path absolute; names of the hub stay as they are."""
+    """Return a setting with every path absolute; names on the hub are unchanged."""
     if isinstance(value, SourceSection):
         return value.changed({"path": _absolute(value.path)})
     if not isinstance(value, str):
         return value and [_absolute(part) for part in value]
     if not Path(value).exists() and HUB_ID.fullmatch(value):
         return value
-    return os.path.realpath(value)  # raises nothing if links point at each other
+    return os.path.realpath(value)  # raises no error for links that point to each other

@@ -1,8 +1,8 @@
-"""Operations and tokens a second of a training step, in closed form. Pure: no torch, no I/O.
+"""FLOPs and tokens per second of a training step, in closed form. Pure: no torch, no I/O.
 
-Fitted to runs on one H200 (docs/evidence/speed-h200.md) and a few on two. Other cards are given the
-same shares of their data sheets; of them only H100s were measured (docs/evidence/scaling-h100.md).
-Cards without flash attention in their kernels (capability under 8.0) will be slower.
+Fitted to runs on one H200 (docs/evidence/speed-h200.md) and a few on two. Other cards are assumed
+to reach the same share of their data sheets; only H100s were measured of them
+(docs/evidence/scaling-h100.md). Cards without flash attention (capability below 8.0) are slower.
 """
 
 import math
@@ -19,18 +19,18 @@ from sft_play.plan.weight_offloading import with_copies
 def step_flops(
     model: ModelShape, adapters: int | None, lengths: Sequence[int], labelled: int
 ) -> float:
-    """Return the operations of forward and backward passes over documents of `lengths` tokens.
+    """Return the FLOPs of forward and backward passes over documents of `lengths` tokens.
 
     `labelled` of the tokens have loss. `adapters` is the number of LoRA weights over a frozen base,
-    None if every weight is trained. A weight costs a token 2 operations forward, 2 for the
-    gradient of its input and, if trained, 2 for its weights: 6, and 4 for a frozen one (Kaplan
-    et al. 2020, section 2.1). The head is computed if there is a label. Attention is 2 products
-    forward (QK', PV) and 4 backward (dV, dP, dQ, dK), 2 operations for each feature of all heads
-    and each pair of tokens, of which causality leaves T (T + 1) / 2 in a document.
+    None if every weight is trained. Per token, a weight costs 2 operations forward, 2 for the
+    gradient of its input and, if trained, 2 for its gradient: 6, and 4 for a frozen one (Kaplan
+    et al. 2020, section 2.1). The head is computed if there is a label. Attention has 2 GEMMs
+    forward (QK', PV) and 4 backward (dV, dP, dQ, dK). Each has 2 FLOPs per feature of all heads
+    and per pair of tokens; with the causal mask, a document has T (T + 1) / 2 pairs.
 
-    If the structure of a model was counted, only the experts that a token is sent to count, and
-    only the pairs within a layer's window. A recurrence between tokens is not counted: its matrices
-    are. For architectures like Llama windows are not considered.
+    If the structure of a model was counted, only the experts that a token is routed to count, and
+    only the pairs within a layer's window. A recurrence between tokens is not counted, but its
+    matrices are. For architectures like Llama windows are not considered.
 
     >>> one = ModelShape(
     ...     vocab=10, hidden=4, intermediate=8, layers=1,
@@ -47,7 +47,7 @@ def step_flops(
 
 
 def _attention_flops(model: ModelShape, lengths: Sequence[int]) -> float:
-    """Return the operations of attention: a product of queries and keys, and one with values."""
+    """Return the FLOPs of attention: a GEMM of queries and keys, and one with values."""
     total = 0.0
     for kind in model.counts.layers:
         pairs = sum(_pairs(length, kind.window) for length in lengths)
@@ -56,10 +56,10 @@ def _attention_flops(model: ModelShape, lengths: Sequence[int]) -> float:
 
 
 def pair_cost(model: ModelShape, adapters: int | None) -> float:
-    """Return what attention between two tokens of a document costs, in what else a token costs.
+    """Return the cost of attention between two tokens of a document, relative to other costs.
 
     A document of T tokens costs T (1 + pair_cost T) tokens: half of its T^2 pairs are seen. The
-    head and layers with a window count as linear in T, and are left out.
+    head and layers with a window are linear in T, and are left out.
     """
     flops_per_weight = 6 if adapters is None else 4
     linear = flops_per_weight * model.counts.active_product_weights + 6 * (adapters or 0)
@@ -69,7 +69,7 @@ def pair_cost(model: ModelShape, adapters: int | None) -> float:
 
 
 def _pairs(length: int, window: int | None) -> float:
-    """Return the pairs of a token and one that it sees in a document of `length` tokens.
+    """Return the number of (token, visible token) pairs in a document of `length` tokens.
 
     >>> _pairs(4, None), _pairs(4, 2)  # 1 + 2 + 3 + 4 and 1 + 2 + 2 + 2
     (10.0, 7.0)
@@ -78,19 +78,19 @@ def _pairs(length: int, window: int | None) -> float:
     return seen * (seen + 1) / 2 + float((length - seen) * seen)
 
 
-# What a step costs relative to no recomputation in the large-batch limit. 8B on an H200: all layers
-# checkpointed take 1.46 times as long; a micro-batch costs 140 tokens more than it has under lora,
-# and qlora dequantizes every weight for each.
+# The cost of a step relative to no recomputation in the large-batch limit. 8B on an H200: with all
+# layers checkpointed it takes 1.46 times as long; a micro-batch costs 140 tokens in addition to its
+# tokens under lora, and qlora dequantizes every weight for each micro-batch.
 RECOMPUTED = 0.46
 OVERHEAD_TOKENS = 300
-# Seconds of a token = operations / (PRODUCTS x reached)
+# Seconds per token = operations / (PRODUCTS x reached)
 #                      + layers x (hidden + intermediate) x 2 bytes x PASSES / bandwidth
 #                      + inputs and outputs of its experts x 2 bytes x EXPERT_PASSES / bandwidth
 #                      + recurrent layers x hidden x 2 bytes x RECURRENT_PASSES / bandwidth.
-# The first term is the matrix products, the second all passes over the activations between them,
+# The first term is the GEMMs, the second all passes over the activations between them,
 # adapters included. Fitted to 8B and 1B; qlora unfused was not measured. The third is that of fused
-# experts: sorting them and their many small products. The weights of all experts are read in each
-# pass of a micro-batch; of those in 4 bits, UNPACKED_BYTES of each weight are read and written.
+# experts: sorting, and many small GEMMs. The weights of all experts are read in each
+# pass of a micro-batch; for 4-bit weights, UNPACKED_BYTES per weight are read and written.
 # Fitted to eleven runs with recorded layers on an H200, of Qwen3-30B-A3B, gpt-oss-20b and -120b in
 # micro-batches of 2,048 to 8,192 tokens: at most 12 % off. The last is that of a gated
 # delta rule and its convolution in kernels of flash-linear-attention. Fitted to Qwen3.5 4B, whose
@@ -101,24 +101,24 @@ UNPACKED_BYTES = 7
 RECURRENT_PASSES = 500
 FUSED_PASSES = {"lora": 42, "qlora": 46, "full": 36}
 UNFUSED_PASSES = {"lora": 185, "qlora": 190, "full": 106}
-# Attention computes scores once more in its backward pass, and its kernels reach less than products
+# Attention computes scores again in its backward pass, and its kernels reach less than GEMMs
 # do: for 131,072 tokens of 8B on an H200, 560 TFLOP/s forward and 537 backward.
-ATTENTION = 0.45  # beyond the operations that are counted; in short rows it is in the other terms
-LABELLED = 0.5  # of a chat's tokens, if nobody has counted
-# Over a float8 base: the linear products of a layer of 8B took 10.1 ms in bfloat16 and 5.2 in
-# float8 (H200, 8,192 tokens). The passes that quantize inputs and gradients and add products were
-# counted, and so were the bytes of a weight that is transposed for each micro-batch: 8B ran at
-# 24.7k tokens/s where this says 25.4k.
+ATTENTION = 0.45  # beyond the counted FLOPs; for short rows the other terms contain it
+LABELLED = 0.5  # of a chat's tokens, if they were not counted
+# For a float8 base: the GEMMs of the linears of an 8B layer took 10.1 ms in bfloat16 and 5.2 in
+# float8 (H200, 8,192 tokens). The passes that quantize inputs and gradients and add results were
+# counted, and so were the bytes of a weight that is transposed for each micro-batch. 8B ran at
+# 24.7k tokens/s; this predicts 25.4k.
 FLOAT8_PRODUCTS = 10.1 / 5.2
 FLOAT8_PASSES = 10
 TRANSPOSED_BYTES = 2
-# The host sets the pace of small models. 1B lora unfused took it 0.14 ms a module and pass. Fused,
-# only the block's modules are called; that they take as long is assumed. Under ZeRO-3 it also
-# works through the hooks of every module and each gradient.
+# The host sets the pace of small models. 1B lora unfused needed 0.14 ms per module and pass. With
+# fused kernels only the block's modules are called; they are assumed to take as long. Under ZeRO-3
+# the host also runs the hooks of every module and each gradient.
 MODULE_SECONDS = 0.14e-3
 HOOK_SECONDS = 0.43e-3
 MODULES = 13  # of a block
-FETCHING_MODULES = 3  # of a fused block under ZeRO-3: the layer fetches for attention and MLP
+FETCHING_MODULES = 3  # of a fused block under ZeRO-3: the layer prefetches for attention and MLP
 MODULES_OF_EXPERTS = 7  # more of a block with experts: sorting, gathering, and their gradients
 MODULES_OF_ADAPTER = 4  # of an adapted layer: its wrapper, the two matrices, the dropout
 # Several GPUs. Two H200s (docs/evidence/scaling-h200.md): 8B lora reached 0.98 of twice one under
@@ -126,26 +126,26 @@ MODULES_OF_ADAPTER = 4  # of an adapted layer: its wrapper, the two matrices, th
 # DDP, and a step of ZeRO-3 took 400 ms (full) and 964 (lora).
 SCALING = 0.97  # ranks wait for the slowest, and collectives take a part of each GPU
 GATHERING_SCALING = 0.9  # a larger part if each layer's weights are gathered
-# Four H100s, Qwen3-30B-A3B lora (docs/evidence/scaling-h100.md): 54,501 tokens/s by ep, whose ranks
-# wait for the busiest experts, and 40,500 by FSDP, which hides no gather of a layer's experts.
+# Four H100s, Qwen3-30B-A3B lora (docs/evidence/scaling-h100.md): 54,501 tokens/s with ep, whose
+# ranks wait for the busiest experts, and 40,500 with FSDP, which hides no gather of experts.
 EXPERT_SCALING = 0.75
 LINK_SHARE = 0.6  # of a link's data sheet that collectives reach; assumed
-NODE_LINK_BYTES = 12.5e9  # a second and GPU between machines: 100 Gbit/s; assumed
-# Offload: gradients to the host and weights back, and Adam in the host's memory; for ZeRO-3's
-# weights, the share of each rank in every pass. Bytes a second, assumed.
+NODE_LINK_BYTES = 12.5e9  # per second and GPU between machines: 100 Gbit/s; assumed
+# Offloading: gradients to the host and weights back, and Adam in host memory; for ZeRO-3's
+# weights, each rank's share in every pass. Bytes per second, assumed.
 HOST_LINK_BYTES = 25e9
 HOST_MEMORY_BYTES = 200e9
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What one rank trains in an optimizer step."""
+    """The work of one rank in an optimizer step."""
 
     rows: float
     row_tokens: float  # on average, without padding
     micro_batches: int
     labelled: float = LABELLED  # share of the tokens that have loss
-    padding: float = 1.0  # tokens computed for each real one
+    padding: float = 1.0  # computed tokens per real token
 
     @property
     def tokens(self) -> float:
@@ -156,12 +156,12 @@ class StepWork:
 class Speed:
     """How fast a run trains: the seconds of an optimizer step and what follows from them."""
 
-    tokens_per_second: float  # of all ranks, padding not counted
+    tokens_per_second: float  # of all ranks, excluding padding
     step_seconds: float
     compute_seconds: float  # of a step: forward and backward passes
     optimizer_seconds: float
     collective_seconds: float  # not overlapped with computation
-    mfu: float  # operations that the work cannot do without, of the data sheet's
+    mfu: float  # FLOPs that the work requires, relative to the data sheet's
     flops_per_token: float
 
 
@@ -216,9 +216,9 @@ def _flops(step: StepSpec, work: StepWork, labelled: float) -> float:
 
 
 def overhead_tokens(step: StepSpec, row_tokens: float, card: Card | None) -> float:
-    """Return what each micro-batch costs on top of its tokens, in tokens.
+    """Return the cost of each micro-batch in addition to its tokens, in tokens.
 
-    All experts are read, however few a token meets, and those in 4 bits unpacked.
+    All experts are read, however few a token is routed to, and 4-bit ones are unpacked.
     """
     if card is None or not step.is_gpu or not step.is_half:
         return OVERHEAD_TOKENS
@@ -229,7 +229,7 @@ def overhead_tokens(step: StepSpec, row_tokens: float, card: Card | None) -> flo
 def host_tokens(step: StepSpec, row_tokens: int, card: Card | None) -> float:
     """Return how many tokens a GPU computes while its host launches one micro-batch.
 
-    Or while the host sends its weights. 0 if nothing is known of the device.
+    Also used for the time in which the host sends its weights. 0 if the device is not known.
     """
     if card is None or not step.is_gpu or not step.is_half:
         return 0.0
@@ -239,7 +239,7 @@ def host_tokens(step: StepSpec, row_tokens: int, card: Card | None) -> float:
 
 
 def _gpu_seconds(step: StepSpec, work: StepWork, card: Card) -> float:
-    """Return the seconds of a GPU for the passes over its tokens, at once and none recomputed."""
+    """Return the GPU's seconds for the passes over its tokens, in one batch and none recomputed."""
     # unfused, the head computes every token
     labelled = work.labelled if step.has_fused_loss else 1.0
     flops = work.padding * _flops(step, work, labelled)
@@ -273,7 +273,7 @@ def _compute_seconds(step: StepSpec, layout: Layout, work: StepWork, card: Card)
 
 
 def _reading_seconds(step: StepSpec, card: Card) -> float:
-    """Return the seconds of a pass in which the weights of all experts of a rank are read."""
+    """Return the seconds of a pass in which the weights of all of a rank's experts are read."""
     experts = [kind for kind in step.of_rank().model.matrices if kind.is_stacked]
     weight_bytes = UNPACKED_BYTES if step.is_quantized else step.compute_bytes
     return weight_bytes * sum(kind.weights for kind in experts) / card.bandwidth
@@ -282,7 +282,7 @@ def _reading_seconds(step: StepSpec, card: Card) -> float:
 def _passed_bytes(step: StepSpec) -> int:
     """Return the bytes that a token's activations move in all passes over them.
 
-    A layer with experts is taken to have no other MLP.
+    A layer with experts is assumed to have no other MLP.
     """
     model = step.model
     experts = [kind for kind in model.matrices if kind.experts > 1]
@@ -328,12 +328,12 @@ def _optimizer_seconds(step: StepSpec, layout: Layout, card: Card) -> float:
 def _collective_seconds(
     step: StepSpec, layout: Layout, work: StepWork, compute_seconds: float, link_bytes: float
 ) -> float:
-    """Return the seconds of a step's collectives that the passes of `compute_seconds` do not hide.
+    """Return the seconds of a step's collectives that do not overlap with `compute_seconds`.
 
     A ring moves (N - 1) / N of the bytes for a gather or a scatter, and twice that to sum gradients
     (Patarasuk and Yuan 2009). DDP sums during the last micro-batch's backward pass, half of its
-    time; DeepSpeed does little of it meanwhile. FSDP gathers weights, and divides gradients, of
-    every micro-batch while layers compute. Ranks that share experts move tokens, too.
+    time; DeepSpeed overlaps little. FSDP gathers the weights and shards the gradients of every
+    micro-batch while layers compute. Ranks that share experts also move tokens.
     """
     ring = (layout.world_size - 1) / layout.world_size / link_bytes
     gradients = step.without_experts().trained_weights * _trained_bytes(step) * ring
@@ -342,7 +342,7 @@ def _collective_seconds(
         gathered = 2 * weights * ring
         if step.offload_weights:  # each rank's part comes from the host
             gathered += 2 * weights / layout.world_size / HOST_LINK_BYTES
-        if _expert_layers(step.model):  # nothing hides their gathers: see EXPERT_SCALING
+        if _expert_layers(step.model):  # their gathers are not hidden: see EXPERT_SCALING
             compute_seconds = 0.0
         if step.is_full:
             return max(0.0, work.micro_batches * (gathered + gradients) - compute_seconds)
@@ -360,10 +360,10 @@ def _collective_seconds(
 
 
 def _meeting_seconds(step: StepSpec, layout: Layout, work: StepWork, link_bytes: float) -> float:
-    """Return the seconds in which the tokens of ranks that share experts meet around each layer.
+    """Return the seconds in which ranks that share experts exchange tokens around each layer.
 
-    Hidden states are gathered and outputs scattered, and the other way round in the backward pass;
-    nothing else is computed meanwhile. A layer that is computed again gathers again.
+    Hidden states are gathered and outputs scattered, and vice versa in the backward pass.
+    Nothing else is computed meanwhile. A recomputed layer gathers again.
     """
     again = layout.checkpointed_layers / step.model.layers
     tokens = work.padding * work.tokens * (step.expert_ranks - 1)
@@ -374,8 +374,8 @@ def _meeting_seconds(step: StepSpec, layout: Layout, work: StepWork, link_bytes:
 def _host_seconds(step: StepSpec, again: float) -> float:
     """Return the host's seconds for a micro-batch: each module of the blocks in each pass.
 
-    `again` is the share of the layers that have a third one. Under ZeRO-3 each gradient comes on
-    top. Recorded layers are launched at once.
+    `again` is the share of the layers with a third pass. Under ZeRO-3 each gradient is added.
+    Recorded layers are launched at once.
     """
     if step.records_graphs:
         return 0.0
