@@ -1,9 +1,10 @@
-"""What a module computes, found from its structure and its class's own code; no list of names.
+"""Find out what a module computes, from its structure and its class's code; no list of names.
 
-The code of a module's class runs on a shallow copy whose children are replaced by simple functions,
-on a few float64 numbers on the CPU, and its result is compared with the formula that a fused module
-computes. Weights are not read: this works on the meta device and in a trace too. `proof` then runs
-the fused module itself, with its weights, on its device.
+The forward method of a module's class runs on a shallow copy of the module. The copy's children are
+replaced by simple functions, and its input is a few float64 numbers on the CPU. The result is
+compared with the formula that a fused module computes. No weights are read, so this also works on
+the meta device and in a trace. `proof` then runs the fused module itself, with its weights, on its
+device.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from sft_play.models.fast.linears.activations import Activation, activation_of, 
 from sft_play.models.fast.norms.residual import LayerRoles, NormKind, Reference, epsilon
 from sft_play.models.sharding import shallow_copy
 
-# What a class's own code may raise when it is called on children that it does not expect
+# What a class's forward method may raise if it is called with children that it does not expect
 MISFITS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
 NORM_KINDS = (
     NormKind("llama", 0.0, in_place=False),
@@ -35,8 +36,8 @@ NORM_KINDS = (
     NormKind("gemma", 0.0, in_place=False),
     NormKind("llama", 1.0, in_place=False),
 )
-# Share of a norm's outputs that may round to the number next to the formula's: the order of its
-# products is its own. Casting at another place changes a third of them.
+# Share of a norm's outputs that may round to the number next to the formula's, because the norm may
+# multiply in another order. Casting at another place changes a third of them.
 OTHER_ROUNDING = 0.02
 ATTENDED = 3  # tokens
 
@@ -52,7 +53,7 @@ class GatedMlp:
 
 
 class Stub(nn.Module):
-    """A child that computes a simple function, and keeps the keyword arguments of its call."""
+    """A child that computes a simple function and stores the keyword arguments of its call."""
 
     def __init__(self, function: Callable[[Tensor], Any]):
         super().__init__()
@@ -60,7 +61,7 @@ class Stub(nn.Module):
         self.kwargs: dict[str, Any] = {}
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
-        """Return the function of the input, and keep the other arguments."""
+        """Return the function of the input, and store the other arguments."""
         self.kwargs = kwargs
         return self.function(hidden_states)
 
@@ -75,7 +76,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def with_children(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
-    """Return a shallow copy of a module with other children, which runs its class's own code."""
+    """Return a shallow copy of a module with other children; its class's forward is unchanged."""
     copied = shallow_copy(module)
     vars(copied)["_modules"] = {**module._modules, **children}
     vars(copied).pop("forward", None)
@@ -84,7 +85,7 @@ def with_children(module: nn.Module, children: dict[str, nn.Module]) -> nn.Modul
 
 @contextlib.contextmanager
 def real_numbers() -> Iterator[None]:
-    """Compute numbers on the CPU, within a trace too, without gradients and without autocast."""
+    """Compute real numbers on the CPU, even inside a trace, without gradients and autocast."""
     with (
         unset_fake_temporarily(),
         torch.device("cpu"),
@@ -95,7 +96,7 @@ def real_numbers() -> Iterator[None]:
 
 
 def own_result(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return what the code of a module's class computes, None if it does not fit the arguments."""
+    """Return what a module's class computes; None if its code does not accept the arguments."""
     try:
         return type(module).forward(module, *args, **kwargs)
     except MISFITS:
@@ -117,7 +118,7 @@ def agrees(result: Any, expected: Tensor, rtol: float = 1e-9) -> bool:
 
 @real_numbers()
 def gated_mlp_of(module: nn.Module) -> GatedMlp | None:
-    """Return the roles of a gated MLP's linears, None if a module is no gated MLP."""
+    """Return the roles of a gated MLP's linears; None if a module is not a gated MLP."""
     linears = [name for name, child in module.named_children() if is_linear(child)]
     if len(linears) not in (2, 3) or module._parameters:
         return None
@@ -130,7 +131,7 @@ def gated_mlp_of(module: nn.Module) -> GatedMlp | None:
 
 
 def _activations_of(module: nn.Module) -> list[Activation]:
-    """Return the activations that a module may compute: that of a child, or of its own code."""
+    """Return the activations that a module may compute: a child's, or one in its own code."""
     others = [child for child in module.children() if not is_linear(child)]
     if not others:
         return ["silu", "gelu_tanh"]
@@ -139,7 +140,7 @@ def _activations_of(module: nn.Module) -> list[Activation]:
 
 
 def _computes_gated_mlp(module: nn.Module, roles: GatedMlp) -> bool:
-    """Return whether the class's code computes the formula with these roles."""
+    """Return whether the class's code computes the gated MLP formula with these roles."""
 
     def both(x: Tensor) -> Tensor:
         return torch.cat((x.sin(), (2 * x).cos()), dim=-1)
@@ -156,7 +157,7 @@ def _computes_gated_mlp(module: nn.Module, roles: GatedMlp) -> bool:
 
 @real_numbers()
 def norm_kind_of(module: nn.Module) -> NormKind | None:
-    """Return how an RMSNorm computes, None if a module is none, or one of another kind."""
+    """Return how an RMSNorm computes; None if a module is not an RMSNorm of a known kind."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     has_epsilon = hasattr(module, "variance_epsilon") or isinstance(
         getattr(module, "eps", None), float
@@ -185,9 +186,9 @@ def norm_kind_of(module: nn.Module) -> NormKind | None:
 
 @real_numbers()
 def layer_roles_of(layer: nn.Module, norms: dict[nn.Module, NormKind]) -> LayerRoles | None:
-    """Return the roles of a decoder layer's children, None if it adds to the stream otherwise.
+    """Return the roles of a decoder layer's children; None if the layer computes anything else.
 
-    The formula is s = h + m block1(norm1(h)), s + m block2(norm2(s)), for a number m of the layer.
+    The formula is s = h + m block1(norm1(h)), s + m block2(norm2(s)). The layer sets the number m.
     """
     norm_names = []
     block_names = []
@@ -204,7 +205,7 @@ def layer_roles_of(layer: nn.Module, norms: dict[nn.Module, NormKind]) -> LayerR
     candidates = itertools.product(
         itertools.permutations(norm_names),
         itertools.permutations(block_names),
-        # first without: some layers unpack a tuple only if they are given one
+        # False first: some layers unpack a tuple only if they get one
         itertools.product((False, True), repeat=2),
         (1.0, *numbers_of_layer),
     )
@@ -217,7 +218,7 @@ def layer_roles_of(layer: nn.Module, norms: dict[nn.Module, NormKind]) -> LayerR
 
 
 def _with_arguments(layer: nn.Module, roles: LayerRoles) -> LayerRoles | None:
-    """Return the roles, with what the first block is called with, if the formula fits."""
+    """Return the roles, with the arguments of the first block, if the formula fits."""
 
     def first(x: Tensor) -> Any:
         return (x.exp(), None) if roles.is_tuple1 else x.exp()
@@ -235,7 +236,7 @@ def _with_arguments(layer: nn.Module, roles: LayerRoles) -> LayerRoles | None:
     stream = x + roles.multiplier * x.sin().exp()
     expected = stream + roles.multiplier * stream.cos().tanh()
     signature = inspect.signature(inspect.unwrap(type(layer).forward))
-    marks: dict[str, object] = {}  # what the layer is called with
+    marks: dict[str, object] = {}  # the layer's arguments
     takes_more = False
     for name, parameter in list(signature.parameters.items())[2:]:  # after self and the input
         is_open = parameter.kind is inspect.Parameter.VAR_KEYWORD
@@ -272,11 +273,11 @@ class AttentionKind:
 
 
 def attention_kind_of(module: nn.Module) -> AttentionKind | None:
-    """Return the kind of an attention module that `attention_forward` fits, None if it does not.
+    """Return the kind of an attention module; None if `attention_forward` does not fit it.
 
-    It fits projections of queries, keys and values (or one of all three) and of the output, with or
-    without norms of each head or of all heads at once, and rotary embeddings over the halves of a
-    head.
+    It fits projections of queries, keys and values (or one projection for all three) and of the
+    output. Norms of each head, or of all heads at once, are optional. Rotary embeddings are over
+    the halves of a head.
     """
     linears = {name for name, child in module.named_children() if is_linear(child)}
     if linears not in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}):
@@ -305,17 +306,17 @@ def attention_kind_of(module: nn.Module) -> AttentionKind | None:
 
 @real_numbers()
 def rotates(module: nn.Module) -> bool | None:
-    """Return whether attention like Llama's rotates queries and keys; None if it is another.
+    """Return whether attention rotates queries and keys; None if it is not like Llama's.
 
-    Its class's code runs on given queries, keys and values, and on tables for whole heads; also on
-    large ones, which OLMo clamps.
+    The code of its class runs on given queries, keys and values, with tables for full heads. It
+    also runs on large queries, keys and values, which OLMo clamps.
     """
     found = {_rotates_of_size(module, size) for size in (1, 1000)}
     return found.pop() if len(found) == 1 else None
 
 
 def _rotates_of_size(module: nn.Module, size: int) -> bool | None:
-    """Return what `rotates` does, for queries, keys and values of one size."""
+    """Return the same as `rotates`, for queries, keys and values of one magnitude."""
     heads, key_heads = _numbers_of_heads(module)
     query = size * numbers(1, ATTENDED, heads * module.head_dim, seed=1)
     key = size * numbers(1, ATTENDED, key_heads * module.head_dim, seed=2)
@@ -347,7 +348,7 @@ def _rotates_of_size(module: nn.Module, size: int) -> bool | None:
 
 
 def _numbers_of_heads(module: nn.Module) -> tuple[int, int]:
-    """Return the query heads of a module, and its key and value heads."""
+    """Return a module's number of query heads, and its number of key and value heads."""
     if "qkv_proj" not in module._modules:
         sizes = (module.q_proj.out_features, module.k_proj.out_features)
         return sizes[0] // module.head_dim, sizes[1] // module.head_dim

@@ -1,23 +1,23 @@
 """The layers of a decoder as CUDA graphs, so that no step waits for the CPU to launch kernels.
 
-The first micro-batch of a shape runs as always, and kernels are chosen and compiled. At the second
-forward and backward pass of the layers are recorded, and later micro-batches of that shape replay
-them: two launches instead of thousands. The output head stays outside, because every micro-batch
-has another number of labeled tokens.
+The first micro-batch of a shape runs without a graph, while kernels are chosen and compiled. At the
+second, the forward and backward pass of the layers are recorded. Later micro-batches of that shape
+replay them: two launches instead of thousands. The output head is not recorded, because the number
+of labeled tokens differs between micro-batches.
 
-A recording reads `recorded.StaticInputs` and adds to `recorded.StaticGradients`. Shapes are few:
-rows have few widths (`packing.padded_width`), and documents are padded with empty ones to a power
-of two.
+A recording reads `recorded.StaticInputs` and adds to `recorded.StaticGradients`. There are few
+shapes: rows have few widths (`packing.padded_width`), and documents are padded with empty ones to a
+power of two.
 
-Before it is used the first recording of a shape proves itself: recorded with the first micro-batch,
-its output and gradients for the second are compared with those of the layers.
+The first recording of a shape is verified before it is used. It is recorded with the first
+micro-batch; its output and gradients for the second are compared with those of the layers.
 
-Nothing else can use the memory of recordings. So they give it back before layers run by
-themselves, for an evaluation or a shape that is new, and are made again when their shape comes
-again. Those are not proven again: the layers would take the memory of all others for it.
+Nothing else can use the memory of recordings. It is therefore freed before the layers run without a
+graph, for an evaluation or a new shape. A shape is recorded again when it recurs. These recordings
+are not verified again: the layers would need the memory of all other recordings for that.
 
-Ranks that share experts compute together. They record and replay together too, in a shape that
-they agree upon.
+Ranks that share experts compute together. They also record and replay together, in a shape that
+they agree on.
 
 Legend: B rows, T tokens of a row, N documents, H hidden features.
 """
@@ -60,12 +60,12 @@ from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
 
-# Relative difference of a tensor. Backward kernels that add in another order each time differ by
-# 1e-3 in bfloat16; a recording that reads the wrong memory differs by 1.
+# Relative difference of a tensor. Backward kernels that sum in a different order each time differ
+# by 1e-3 in bfloat16; a recording that reads the wrong memory differs by 1.
 MAX_DIFFERENCE = 2e-2
-# A row that is filled up is multiplied by other kernels, which round otherwise: gradients of a 1B
-# in bfloat16 differed by 4e-2. Rounding chooses experts, too: gpt-oss-20b differed by 2e-2. A
-# recording that joins two documents is still found.
+# A padded row is multiplied by other kernels, which round differently: gradients of a 1B model in
+# bfloat16 differed by 4e-2. Rounding can also change which experts are chosen: gpt-oss-20b differed
+# by 2e-2. A recording that joins two documents is still detected.
 MAX_DIFFERENCE_ROUNDED = 1e-1
 
 
@@ -75,8 +75,8 @@ class GraphCounts:
 
     replayed: int = 0
     launched: int = 0  # kernel by kernel
-    difference: float = 0.0  # the largest that a recording had when it proved itself
-    stopped: str | None = None  # why nothing is replayed any more
+    difference: float = 0.0  # the largest of a recording when it was verified
+    stopped: str | None = None  # why nothing is replayed anymore
 
     def line(self) -> str:
         """Return the log line."""
@@ -89,8 +89,8 @@ class GraphCounts:
 class GraphedDecoder:
     """The forward method of a model's decoder in training: recorded passes for shapes that recur.
 
-    A replay calls none of DDP's hooks. So under DDP the gradients of all micro-batches, replayed
-    and launched ones, are summed in memory that stays, and averaged over ranks once a step
+    A replay calls none of DDP's hooks. Under DDP, the gradients of all micro-batches, replayed or
+    launched, are therefore summed in static buffers. They are averaged over ranks once per step
     (`in_place_of_ddp`).
     """
 
@@ -106,25 +106,25 @@ class GraphedDecoder:
         self.decoder = decoder = decoder_of(base_model_of(model))
         self.new_record = new_record
         self.record = new_record()  # in memory that all recordings share
-        self.free_cache = free_cache  # of memory that the layers themselves no longer need
+        self.free_cache = free_cache  # frees memory that the layers themselves no longer need
         self.ranks = ranks
-        self.most_tokens = most_tokens  # of a micro-batch: the plan has no memory for more
-        self.sharing = sharing  # its experts with other ranks
+        self.most_tokens = most_tokens  # in a micro-batch: the plan has no memory for more
+        self.sharing = sharing  # the process, if it shares experts with other ranks
         self.forward = decoder.forward
         self.has_experts = bool(find_experts(decoder))
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.gradients = StaticGradients(trained)
         self.hidden = StaticHidden(most_tokens)
         self.anchor = torch.zeros((), device=trained[0].device, requires_grad=True)
-        self.first: dict[Shape, DecoderCall] = {}  # micro-batch of each shape
+        self.first: dict[Shape, DecoderCall] = {}  # the first micro-batch of each shape
         self.proven: set[Shape] = set()
-        self.recorded: dict[Shape, RecordedPass] = {}  # those that have proved themselves
+        self.recorded: dict[Shape, RecordedPass] = {}  # the verified ones
         self.counts = GraphCounts()
 
     def __call__(
         self, *args: Any, **kwargs: Any
     ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
-        """Return the decoder's output; in training its hidden states alone."""
+        """Return the decoder's output; in training only its hidden states."""
         if not is_training(self.decoder):
             return self._launch(*args, **kwargs)
         self.gradients.use_static_buffers()
@@ -136,7 +136,7 @@ class GraphedDecoder:
             self.counts.launched += 1
             return self._launch(*args, **kwargs)
         self.counts.replayed += 1
-        # of a mixture the head looks for the routers' numbers, too
+        # the head of an MoE model also reads the router outputs
         return MoeModelOutputWithPast(last_hidden_state=recorded.run(call, self.anchor))
 
     @contextlib.contextmanager
@@ -151,7 +151,7 @@ class GraphedDecoder:
             self.gradients.average(self.ranks)
 
     def _launch(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Return what the layers compute by themselves."""
+        """Return what the layers compute without a recording."""
         if self.recorded:
             self._give_back()
         return self.forward(*args, **kwargs)
@@ -163,7 +163,7 @@ class GraphedDecoder:
         self.free_cache()
 
     def _agreed(self, call: DecoderCall | None) -> DecoderCall | None:
-        """Return the call in the shape of all ranks that share experts, None if it has none."""
+        """Return the call in the shape of all ranks that share experts; None if there is none."""
         if self.sharing is None:
             return call
         shape = common_shape(self.sharing.gather(None if call is None else call.shape))
@@ -190,7 +190,7 @@ class GraphedDecoder:
             recorded = RecordedPass(
                 self.forward, packed, first, self.gradients, hidden, self.record
             )
-        except RuntimeError as error:  # what waits for the GPU cannot be recorded
+        except RuntimeError as error:  # code that waits for the GPU cannot be recorded
             failure = str(error).splitlines()[0]
         if self._largest(float(recorded is None)):
             self._stop(f"the layers cannot be recorded: {failure}")
@@ -201,7 +201,7 @@ class GraphedDecoder:
         return recorded
 
     def _compute(self, kwargs: dict[str, Any]) -> Computed:
-        """Return what the layers compute of a call: before a recording of it takes memory."""
+        """Return what the layers compute for a call, before a recording of it uses memory."""
         hidden = self._launch(**kwargs).last_hidden_state
         return Computed.by_layers(hidden, self.gradients.parameters)
 
@@ -224,10 +224,11 @@ class GraphedDecoder:
 def graph_layers(
     model: PreTrainedModel, config: Config, plan: RunPlan, process: Process
 ) -> GraphedDecoder | None:
-    """Record the layers of a model from here on if train.cuda_graphs asks for it.
+    """Return a model's decoder that records its layers from here on; None if it does not.
 
-    Call it before the first step, when the micro-batches are those of the run. If layers cannot
-    be recorded a warning says why, unless the plan did.
+    Layers are recorded if train.cuda_graphs asks for it. Call this before the first step, when
+    micro-batches are those of the run. If layers cannot be recorded, a warning reports why, unless
+    the plan did.
     """
     if not config.train.cuda_graphs:
         return None
@@ -253,19 +254,19 @@ def graph_layers(
 def graph_setup(
     model: PreTrainedModel, config: Config, ranks: Ranks, offloading: str | None = None
 ) -> GraphSetup:
-    """Return what a loaded model says of recording its layers."""
+    """Return the facts of a loaded model that decide whether its layers can be recorded."""
     kernels = fused_kernels_of(model)
     return GraphSetup(config, ranks, FastPlan(kernels.on, kernels.off), offloading)
 
 
-recording_stream = functools.cache(torch.cuda.Stream)  # of all recordings
+recording_stream = functools.cache(torch.cuda.Stream)  # one for all recordings
 
 
 def accumulators_for_recordings(model: nn.Module) -> list[GradientEdge]:
-    """Return the nodes of autograd that accumulate gradients, made on the recording stream.
+    """Return the autograd nodes that accumulate gradients, created on the recording stream.
 
-    A node keeps the stream on which it was made, and no recording may wait for the default stream.
-    Passes of the layers and DDP take the nodes that they find: hold these.
+    A node always uses the stream on which it was created, and no recording may wait for the default
+    stream. Passes of the layers and DDP reuse existing nodes, so keep a reference to these.
     """
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     with torch.cuda.stream(recording_stream()):
@@ -273,7 +274,7 @@ def accumulators_for_recordings(model: nn.Module) -> list[GradientEdge]:
 
 
 def free_gpu_memory() -> None:
-    """Free what earlier passes have left, in cycles of Python objects too, before a recording."""
+    """Free memory of earlier passes before a recording, also in cycles of Python objects."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -281,14 +282,14 @@ def free_gpu_memory() -> None:
 def record_on_gpu() -> Record:
     """Return a function that records kernels; all recordings share one pool of memory.
 
-    They may: between a forward pass and its backward pass no other is replayed.
+    Sharing is safe: no other pass is replayed between a forward pass and its backward pass.
     """
     pool = torch.cuda.graph_pool_handle()
 
     def record(launch: Callable[[], None]) -> Replay:
-        """Return what launches the same kernels again. Raises: RuntimeError if one cannot be."""
+        """Return what launches the same kernels again. Raises: RuntimeError if it cannot."""
         graph = torch.cuda.CUDAGraph()
-        # a recording that fails leaves its own stream behind
+        # a failed recording does not restore the previous stream
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             # threads that load data may use the GPU meanwhile

@@ -27,24 +27,24 @@ from sft_play.models.fast.documents import (
 )
 
 Replay = Callable[[], None]
-Record = Callable[[Callable[[], None]], Replay]  # what launches the same kernels again
+Record = Callable[[Callable[[], None]], Replay]  # returns what launches the same kernels again
 MIN_DOCUMENTS = 64  # the number of documents is padded to this, or a power of two above it
-MIN_LONGEST = 2048  # and the tokens of the longest one; kernels skip what is not there
+MIN_LONGEST = 2048  # the same for the longest document's tokens; kernels skip missing tokens
 
 
 class Shape(NamedTuple):
     """What micro-batches of one recording have in common."""
 
     rows: int
-    tokens: int  # of a row
+    tokens: int  # per row
     documents: int  # at most; 0 if rows are not packed
-    longest: int  # tokens of a document, at most
+    longest: int  # tokens per document, at most
 
 
 def common_shape(shapes: Sequence[Shape | None]) -> Shape | None:
-    """Return the shape in which ranks compute their calls together, None if there is none.
+    """Return the shape in which ranks compute their calls together; None if there is none.
 
-    Rows of one call have one length, and a single row is filled up to any.
+    All rows of a call have one length. A single row can be padded to any length.
     """
     known = [shape for shape in shapes if shape is not None]
     if len(known) < len(shapes) or len({shape.rows for shape in known}) > 1:
@@ -61,15 +61,15 @@ class DecoderCall(NamedTuple):
     input_ids: Tensor  # (B, T)
     position_ids: Tensor | None  # (B, T)
     documents: Documents | None
-    most_tokens: int | None = None  # that a micro-batch of the run has, if it is known
+    most_tokens: int | None = None  # in any micro-batch of the run, if known
     agreed: Shape | None = None  # among ranks that compute together
 
     @property
     def shape(self) -> Shape:
         """Return the shape whose recording computes this call.
 
-        Documents in one row have another number of tokens each time: it is rounded up, but not
-        beyond what a micro-batch of the run has at most.
+        Documents in one row have a different number of tokens each time. It is rounded up, but not
+        beyond the most tokens of any micro-batch of the run.
         """
         if self.agreed is not None:
             return self.agreed
@@ -81,14 +81,14 @@ class DecoderCall(NamedTuple):
             return Shape(rows, tokens, count, tokens)
         if rows == 1:
             tokens = padded_width(tokens, self.most_tokens)
-        padding = tokens - self.input_ids.shape[1]  # a document of its own
+        padding = tokens - self.input_ids.shape[1]  # is a separate document
         most = max(MIN_DOCUMENTS, _power_of_two(count + 1))
         longest = max(MIN_LONGEST, self.documents.longest, padding)
         return Shape(rows, tokens, most, min(tokens, _power_of_two(longest)))
 
 
 def _power_of_two(number: int) -> int:
-    """Return the smallest power of two that is not below a number."""
+    """Return the smallest power of two that is at least a number."""
     return 1 << (number - 1).bit_length()
 
 
@@ -97,10 +97,10 @@ def readable_call(
     kwargs: dict[str, Any],
     most_tokens: int | None = None,
 ) -> DecoderCall | None:
-    """Return a decoder's arguments as a call, None if something else is among them."""
+    """Return a decoder's arguments as a call; None if there are any other arguments."""
     known = {"input_ids", "position_ids", "attention_mask", "use_cache", *BOUNDARIES}
     others = [value for name, value in kwargs.items() if name not in known]
-    # a decoder with experts need not return their routers' numbers
+    # a decoder with experts need not return router outputs
     if args or kwargs.get("use_cache") or any(value not in (None, False) for value in others):
         return None
     if kwargs.get("input_ids") is None or not is_unmasked(kwargs.get("attention_mask")):
@@ -129,10 +129,10 @@ class StaticInputs:
     def fill(self, call: DecoderCall) -> None:
         """Copy a call of this shape.
 
-        What is left of a row is a document of what was there before; documents that are missing are
-        empty ones at the end.
+        The rest of a row keeps its old tokens as one more document. Missing documents become empty
+        ones at the end.
         """
-        self.tokens = tokens = call.input_ids.shape[1]  # of a row of this call, at most T
+        self.tokens = tokens = call.input_ids.shape[1]  # per row of this call, at most T
         self.input_ids[:, :tokens] = call.input_ids
         if self.position_ids is not None:
             self.position_ids[:, :tokens] = call.position_ids
@@ -156,14 +156,15 @@ class StaticInputs:
 
     @property
     def batch(self) -> Documents | None:
-        """Return the documents as modules of the decoder see them: without indices of others."""
+        """Return the documents as modules of the decoder see them, without cached indices."""
         return None if self.documents is None else replace(self.documents)
 
 
 class StaticGradients:
     """The gradients of trained parameters in static buffers.
 
-    One tensor has all of a type, and another one those of experts that are on this rank alone.
+    One tensor contains all gradients of a dtype. Another contains those of experts that are only on
+    this rank.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]):
@@ -186,7 +187,7 @@ class StaticGradients:
     def use_static_buffers(self) -> None:
         """Point each parameter's .grad at its static buffer, keeping the values accumulated so far.
 
-        Between steps Trainer sets gradients to None, which stands for zero.
+        Trainer sets gradients to None between steps, which means zero.
         """
         missing: list[Tensor] = []
         for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
@@ -219,16 +220,16 @@ class StaticGradients:
 
 
 class StaticHidden:
-    """The hidden states of the last replay and their gradient, in memory of all recordings."""
+    """The hidden states of the last replay and their gradient; all recordings share the memory."""
 
     def __init__(self, most_tokens: int | None):
         self.most_tokens = most_tokens or 0  # of a micro-batch
         self.whole: Tensor | None = None  # (2, tokens, H)
 
     def parts(self, shape: Shape, computed: Tensor | None) -> tuple[Tensor, ...]:
-        """Return both (B, T, H) for a shape, in the type of what layers have `computed` of it.
+        """Return both (B, T, H) for a shape, in the dtype of the hidden states `computed`.
 
-        None if that shape was asked for before.
+        `computed` is what the layers returned; it may be None if the shape was requested before.
         """
         tokens = shape.rows * shape.tokens
         if self.whole is None or self.whole.shape[1] < tokens:
@@ -238,21 +239,21 @@ class StaticHidden:
 
 
 class Computed(NamedTuple):
-    """What layers compute of a call."""
+    """What the layers compute for a call."""
 
     hidden: Tensor  # (B, T, H), detached
-    gradients: list[Tensor]  # of the trained parameters, in the memory of the host
+    gradients: list[Tensor]  # of the trained parameters, in host memory
 
     @classmethod
     def by_layers(cls, hidden: Tensor, parameters: Sequence[nn.Parameter]) -> "Computed":
-        """Return what is computed of hidden states (B, T, H), whose graph is freed."""
+        """Return hidden states (B, T, H) and the gradients from their graph, which is freed."""
         gradient = _gradient_of_proof(hidden)
         found = torch.autograd.grad(hidden, parameters, gradient, materialize_grads=True)
         return cls(hidden.detach(), [each.cpu() for each in found])
 
 
 def _gradient_of_proof(hidden: Tensor) -> Tensor:
-    """Return the same random gradient (B, T, H) each time: kernels may write over it."""
+    """Return the same random gradient (B, T, H) in a new tensor: kernels may overwrite it."""
     generator = torch.Generator(hidden.device).manual_seed(0)
     size = hidden.shape
     return torch.randn(size, dtype=hidden.dtype, device=hidden.device, generator=generator)
@@ -271,7 +272,7 @@ class RecordedPass:
         record: Record,
     ):
         self.decoder = decoder
-        self.packed = packed  # what the modules of the decoder read
+        self.packed = packed  # the modules of the decoder read it
         self.inputs = StaticInputs(call)
         self.gradients = gradients
         self.hidden, self.grad_hidden = hidden  # (B, T, H), of the last replay
@@ -294,7 +295,7 @@ class RecordedPass:
 
     @property
     def is_filled_up(self) -> bool:
-        """Whether the rows of the last call were shorter than those that were recorded."""
+        """Whether the rows of the last call were shorter than the recorded ones."""
         return self.inputs.tokens < self.inputs.shape.tokens
 
     @property
@@ -313,7 +314,7 @@ class RecordedPass:
         return _Replayed.apply(anchor, self)
 
     def difference(self, call: DecoderCall, computed: Computed) -> float:
-        """Return the largest relative difference of a replay from what the layers compute."""
+        """Return the largest relative difference between a replay and what the layers computed."""
         self.inputs.fill(call)
         buffers = self.gradients.buffers
         kept = [buffer.to("cpu", copy=True) for buffer in buffers]
@@ -338,7 +339,7 @@ def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def _without_cast_cache(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Keep autocast from reusing weights that it cast outside of a recording, or inside of one."""
+    """Stop autocast from reusing weights cast outside of a recording, or inside another one."""
     if not torch.is_autocast_enabled(device.type):
         return contextlib.nullcontext()
     dtype = torch.get_autocast_dtype(device.type)

@@ -1,1 +1,1 @@
-"""Token mixers that keep a state, which starts again at each document."""
+"""Stateful token mixers, whose state is reset at each document."""

@@ -1,7 +1,7 @@
-"""flash-linear-attention's kernels of token mixers, and what they allocate in a trace.
+"""flash-linear-attention's kernels for token mixers, and what they allocate in a trace.
 
-What they allocate was read in fla-core 0.6.0. What a kernel frees when it returns is deleted at the
-end. The package imports Triton, which needs a GPU.
+The allocations are those in the source of fla-core 0.6.0. Buffers that a kernel frees when it
+returns are deleted at the end of a function. The package imports Triton, which needs a GPU.
 
 Legend: B rows, T tokens of a row, C channels, W width of a convolution, H heads, P features of a
 head, S of its state.
@@ -30,8 +30,8 @@ def fla_convolution(
 def fla_delta_rule(name: str, *inputs: Tensor, is_normed: bool, **boundaries: Tensor) -> Tensor:
     """Return the gated delta rule (B, T, H, P); `name` is the operator's.
 
-    Inputs: queries, keys (B, T, H, S), values (B, T, H, P), decays (B, T, H) or, of chunk_kda,
-    (B, T, H, S), and beta (B, T, H).
+    Inputs: queries, keys (B, T, H, S), values (B, T, H, P), decays (B, T, H), or (B, T, H, S) for
+    chunk_kda, and beta (B, T, H).
     """
     if traced_gpu.is_on:
         return AllocatedDeltaRule.apply(*inputs)
@@ -50,7 +50,7 @@ def fla_delta_rule(name: str, *inputs: Tensor, is_normed: bool, **boundaries: Te
 def fla_linear_attention(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, **boundaries: Tensor
 ) -> Tensor:
-    """Return linear attention (B, T, H, P) with one decay (B, T, H) a head and token, unscaled."""
+    """Return unscaled linear attention (B, T, H, P) with a decay (B, T, H) per head and token."""
     if traced_gpu.is_on:
         return AllocatedLinearAttention.apply(query, key, value, decay)
     from fla.ops.simple_gla import chunk_simple_gla
@@ -62,7 +62,7 @@ def fla_linear_attention(
 class AllocatedConvolution(torch.autograd.Function):
     """What a convolution of (B, T, C) allocates in a trace.
 
-    It saves its input; backward computes its output again.
+    It saves its input; backward recomputes its output.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ class AllocatedDeltaRule(torch.autograd.Function):
 
 
 class AllocatedLinearAttention(torch.autograd.Function):
-    """What linear attention allocates in a trace. Backward has states in float32."""
+    """What linear attention allocates in a trace. Backward stores states in float32."""
 
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
-"""Token mixers that keep a state: convolutions, linear attention, state spaces, packed exactly.
+"""Stateful token mixers on packed batches: convolutions, linear attention and state spaces.
 
-Such a mixer reads the tokens before its own through a state, which must be empty where a document
-of a packed batch begins. `forward_by_document` runs the mixer's own code on each document, which is
-exact for any mixer. Mixers that call known kernels run once over all documents, after a proof that
-both are the same.
+A stateful mixer reads earlier tokens through a state. The state must be empty at the start of each
+document of a packed batch. `forward_by_document` runs the mixer's original implementation on each
+document, which is exact for any mixer. Mixers that call known kernels run once over all documents,
+after a proof that the results are the same.
 
 A mixer of transformers calls a few functions by name: a causal convolution and a scan. `rebound`
-makes a copy of its forward method in which these names stand for the functions below. They start
-each document of a packed batch with an empty state: on a GPU with the kernels of
-flash-linear-attention, which take the boundaries, and elsewhere with the mixer's own functions.
+returns a copy of its forward method in which these names refer to the functions below. They start
+each document of a packed batch with an empty state. On a GPU they call the kernels of
+flash-linear-attention, which accept the boundaries; elsewhere they call the mixer's own functions.
 
 Legend: B rows, T tokens of a row or of the flattened rows, N documents, C channels, W width of a
 convolution, H heads, G groups of heads, P features of a head, S of its state.
@@ -50,15 +50,16 @@ from sft_play.models.linear_attention import uses_fla
 Kernel = Callable[..., Any]
 
 FLA_ACTIVATIONS = (None, "silu", "swish")  # of flash-linear-attention's convolution
-MIN_FLA_STATE = 16  # features of a state: the least that a tensor core multiplies
+MIN_FLA_STATE = 16  # features of a state: the minimum for tensor cores
 
-# The documents of the call in progress. Not an argument: a mixer's own code passes none on.
+# The documents of the call in progress. Not an argument: a mixer's original implementation would
+# not pass it on.
 _documents: ContextVar[Documents | None] = ContextVar("documents", default=None)
 
 
 @contextmanager
 def documents_of_call(batch: Documents | None) -> Iterator[None]:
-    """Let the kernels that are called inside begin at the documents of a packed batch."""
+    """Make kernels called inside this context start again at each document of a packed batch."""
     token = _documents.set(batch)
     try:
         yield
@@ -70,7 +71,7 @@ def documents_of_call(batch: Documents | None) -> Iterator[None]:
 def rebound(forward: Callable) -> Callable | None:
     """Return a copy of a mixer's forward method that calls the kernels of this module.
 
-    None if it calls no kernel that this module knows.
+    Return None if it calls no kernel that this module knows.
     """
     function = inspect.unwrap(forward)
     known = [name for name in function.__code__.co_names if name in KERNELS]
@@ -91,7 +92,7 @@ def rebound(forward: Callable) -> Callable | None:
 
 
 def _boundaries(batch: Documents | None) -> dict[str, Tensor]:
-    """Return the boundaries as arguments of flash-linear-attention."""
+    """Return the document boundaries as arguments of flash-linear-attention."""
     if batch is None:
         return {}
     return {"cu_seqlens": batch.long_boundaries, "cu_seqlens_cpu": batch.boundaries_on_cpu}
@@ -128,7 +129,7 @@ def _convolve_with_gaps(
     activation: str | None,
     batch: Documents,
 ) -> Tensor:
-    """Convolve documents with W - 1 zeros between them, as before the first token of a row."""
+    """Return the convolution of documents with W - 1 zeros before each, as before a row."""
     channels, tokens = hidden.shape[1:]
     gap = weight.shape[-1] - 1
     places = batch.places_with_gaps(tokens, gap)
@@ -138,11 +139,11 @@ def _convolve_with_gaps(
 
 
 def _delta_rule(own: Kernel, name: str) -> Kernel:
-    """Return a delta rule; `name` is that of flash-linear-attention's operator."""
+    """Return a delta rule; `name` is the operator in flash-linear-attention."""
     in_groups = _in_groups(own, ("query", "key", "value", "g", "beta"), dim=1)
 
     def delta_rule(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
-        """Return the delta rule that starts again at each document."""
+        """Return the delta rule, with the state reset at each document."""
         is_plain = not kwargs.get("output_final_state")
         if not (uses_fla(query) and is_plain):
             return in_groups(query, key, value, **kwargs)
@@ -182,10 +183,10 @@ def _mamba2_by_linear_attention(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     **_: Any,
 ) -> Tensor:
-    """Compute Mamba 2's scan as linear attention with one decay a head and token.
+    """Return Mamba 2's scan, computed as linear attention with one decay per head and token.
 
     h_t = exp(dt_t A) h_(t-1) + dt_t B_t x_t and y_t = C_t h_t + D x_t: queries C, keys B and values
-    dt x (Dao and Gu 2024, equation 1). The kernel cuts rows into chunks of its own size.
+    dt x (Dao and Gu 2024, equation 1). The kernel chooses its chunk size.
     """
     heads = hidden_states.shape[2]
     steps = dt.float()  # (1, T, H)
@@ -208,8 +209,8 @@ def _mamba2_by_linear_attention(
 def _not_available(own: Kernel) -> Kernel:
     """Return a kernel that computes nothing, so that the mixer calls its separate functions.
 
-    The real one computes convolution, scan and output projection in one call, which leaves out
-    both the documents and the adapter of the projection.
+    The real kernel computes convolution, scan and output projection in one call. It ignores the
+    documents and the adapter of the projection.
     """
 
     def none(*_: Any, **__: Any) -> None:
@@ -219,14 +220,14 @@ def _not_available(own: Kernel) -> Kernel:
 
 
 def _in_groups(own: Kernel, names: tuple[str, ...], dim: int) -> Kernel:
-    """Return `own` over groups of documents of similar length, a document a row.
+    """Return a kernel that runs `own` on groups of documents of similar length, one per row.
 
-    Each tensor in `names` has one row, and its tokens in dimension `dim`.
+    Each tensor in `names` has one row, with its tokens in dimension `dim`.
     """
     signature = inspect.signature(own)
 
     def scan(*args: Any, **kwargs: Any) -> Any:
-        """Return what `own` does, of documents that are rows of a batch."""
+        """Return what `own` returns, computed with each document as a row of a batch."""
         batch = _documents.get()
         if batch is None:
             return own(*args, **kwargs)
@@ -248,12 +249,12 @@ def _in_groups(own: Kernel, names: tuple[str, ...], dim: int) -> Kernel:
 
 
 def _rows_of_documents(value: Tensor, tokens: Tensor, dim: int) -> Tensor:
-    """Return a document a row, from one row of T tokens; `tokens` (documents, width)."""
+    """Return one document per row, from one row of T tokens; `tokens` (documents, width)."""
     rows = value.index_select(dim, tokens.flatten()).unflatten(dim, tokens.shape)
     return rows.squeeze(0).movedim(dim - 1, 0)
 
 
-# Names by which the mixers of transformers call their kernels
+# The names of the kernels that the mixers of transformers call
 KERNELS: dict[str, Callable[[Kernel], Kernel]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": partial(_delta_rule, name="chunk_gated_delta_rule"),
@@ -267,8 +268,8 @@ KERNELS: dict[str, Callable[[Kernel], Kernel]] = {
     "mamba_inner_fn": _not_available,
 }
 
-# What a layer tells attention about documents. A mixer's own code that reads them would reset
-# where it should not, or reset one of its two states.
+# Arguments that tell attention about documents. If the original implementation of a mixer reads
+# them, it may reset its state at the wrong tokens, or reset only one of its two states.
 LEFT_OUT = (*BOUNDARIES, "seq_idx")
 
 
@@ -277,25 +278,25 @@ class MixerState:
     """How one mixer runs: set on its module as `mixer_state`."""
 
     packed: PackedDocuments
-    fast: Forward | None  # its own forward method with the functions of KERNELS
+    fast: Forward | None  # its class's forward method with the functions of KERNELS
 
 
 def install_mixer(module: nn.Module, packed: PackedDocuments, is_fast: bool = True) -> None:
-    """Make a mixer start again at each document of the batches in `packed`."""
+    """Make a mixer reset its state at each document of the batches in `packed`."""
     fast = rebound(type(module).forward) if is_fast else None
     module.mixer_state = MixerState(packed, fast)
     fuse([module], mixer_forward)
 
 
 def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward method of a mixer that keeps a state.
+    """Forward method of a stateful mixer.
 
-    Evaluation and generation run the code of its class, with its masks and its cache.
+    Evaluation and generation run the original implementation, with its masks and its cache.
     """
     state: MixerState = self.mixer_state
     batch = state.packed.batch
     own = type(self).forward
-    # the mask of a batch that needs none
+    # drop the mask if the batch needs none
     kwargs = {name: None if is_unmasked(value) else value for name, value in kwargs.items()}
     is_plain = batch is None and not is_training(self)
     has_cache = any(isinstance(value, Cache) for value in (*args, *kwargs.values()))
@@ -310,14 +311,14 @@ def mixer_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def forward_packed(
     packed: PackedDocuments, fast: Forward | None, module: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a mixer over the documents of a packed batch, and return what its own forward would.
+    """Return a mixer's output for the documents of a packed batch.
 
-    All documents in one call of `fast`, or one after another if it is None.
+    All documents run in one call of `fast`, or one after another if it is None.
     """
     kwargs = {name: value for name, value in kwargs.items() if name not in LEFT_OUT}
     if fast is None:
         lengths = packed.batch.lengths
-        with packed.showing(None):  # from mixers within this one
+        with packed.showing(None):  # hide it from mixers within this one
             return forward_by_document(lengths, module, *args, **kwargs)
     hidden = first_tensor(args, kwargs)
     rows, tokens = hidden.shape[:2]

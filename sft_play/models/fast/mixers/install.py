@@ -1,15 +1,15 @@
-"""Find the token mixers of a decoder that keep a state, and make them start at each document.
+"""Find the stateful token mixers of a decoder, and make them reset their state at each document.
 
-Which modules keep a state is measured, by no name: a few documents go through the decoder as one
-packed row. A module leaks if its output for the later documents changes with what it gets for the
+Stateful modules are found by measurement, not by name: a few documents go through the decoder as
+one packed row. A module leaks if its output for the later documents depends on its input for the
 first. The innermost modules that leak are the mixers to reset. Linears and norms cannot leak, and
 attention leaks only if its mask ignores documents.
 
-Each kind of mixer proves itself before it is used: in one call over packed documents it must give
-the outputs and gradients that it gives document by document, and no document may change with the
-tokens of another. Before that its kernels are tuned on as many tokens as a step has: Triton times
-the variants of a kernel when it is first called, and stores the fastest for every later size, on
-disk too. A proof on a few tokens would choose for those.
+Each kind of mixer is verified before it is used. One call over packed documents must return the
+same outputs and gradients as one call per document. No document may depend on the tokens of
+another. The mixer's kernels are tuned first, on as many tokens as a step contains: Triton times the
+variants of a kernel at its first call. It uses the fastest for all later sizes and stores the
+choice on disk. A proof with only a few tokens would choose the variant for those.
 
 Legend: T tokens of the row.
 """
@@ -40,16 +40,17 @@ from sft_play.progress import Stage, watched
 
 logger = logging.getLogger(__name__)
 
-# Share of the change of the first document's output that counts as a leak. Rounding that depends on
-# the other tokens of a batch, as in experts, is far below, and a state is above.
+# A change of later documents counts as a leak from this share of the first document's change on.
+# Rounding that depends on other tokens of a batch, as in experts, is far below; a state is above.
 MIN_LEAK = 0.01
 
 
 @contextlib.contextmanager
 def hiding_documents(decoder: nn.Module) -> Iterator[None]:
-    """Call the mixers that are likely such without what names documents.
+    """Call likely mixers without the arguments that name documents.
 
-    Their own code may reset one of its states by it, or refuse it if it has no kernels.
+    With them, the original implementation may reset only one of its states, or fail if it has no
+    kernels.
     """
 
     def hide(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -62,7 +63,7 @@ def hiding_documents(decoder: nn.Module) -> Iterator[None]:
 
 
 def find_mixers(setup: TrainingSetup) -> list[tuple[Trial, list[nn.Module]]]:
-    """Return one call of each kind of module that keeps a state across documents, and that kind.
+    """Return one call per kind of module with a state across documents, and that kind's modules.
 
     The decoder is in evaluation mode: dropout would look like a leak.
     """
@@ -83,9 +84,9 @@ def find_mixers(setup: TrainingSetup) -> list[tuple[Trial, list[nn.Module]]]:
 
 
 def likely_mixers(decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules that look as if they kept a state, if nothing can be measured.
+    """Return the modules that appear to be stateful; used if nothing can be measured.
 
-    They call kernels that are known to keep one, or have a convolution over tokens.
+    They call kernels that are known to be stateful, or have a convolution over tokens.
     """
     found: list[nn.Module] = []
     for module in decoder.modules():
@@ -97,7 +98,7 @@ def likely_mixers(decoder: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def leaks(trial: Trial) -> bool:
-    """Return whether the later documents of a call read the first."""
+    """Return whether the later documents of a call depend on the first."""
     call = trial.call
     if hidden_states(call) is None:
         return False
@@ -122,25 +123,25 @@ def with_other_first_document(call: Call) -> Call:
 
 
 def hidden_states(call: Call, tokens: int = sum(LENGTHS)) -> Tensor | None:
-    """Return the first argument that has features of each token of the row."""
+    """Return the first argument that has features for each token of the row."""
     values = (*call.args, *call.kwargs.values())
     return next((value for value in values if is_hidden(value, tokens)), None)
 
 
 def is_hidden(value: Any, tokens: int = sum(LENGTHS)) -> bool:
-    """Return whether a value has features of each token of the row: (1, T, features...)."""
+    """Return whether a value has features for each token of the row: (1, T, features...)."""
     is_features = isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 3
     return is_features and value.shape[:2] == (1, tokens)
 
 
 def tokens_of(output: Any) -> Tensor | None:
-    """Return the first tensor of an output that has features of each token."""
+    """Return the first tensor of an output that has features for each token."""
     values: Iterable[Any] = output if isinstance(output, tuple) else (output,)
     return next((value for value in values if is_hidden(value)), None)
 
 
 TUNED_TOKENS = 8192
-TUNED_DOCUMENT = 512  # tokens of each document
+TUNED_DOCUMENT = 512  # tokens per document
 TITLE = "tuning the kernels of linear attention for this GPU, which a later run finds on disk"
 
 
@@ -182,15 +183,15 @@ WITHOUT_FLA = (
     "%s: transformers computes linear attention and state spaces in plain torch, many times slower"
 )
 STATELESS = "no module keeps a state across documents"  # in the record of proofs
-MAX_PASSES = 3  # a module around a mixer may keep a state of its own
+MAX_PASSES = 3  # a module around a mixer may have a state, too
 MIN_GRADIENT = 1e-2  # of a mixer's largest gradient: smaller ones are compared with that
 
 
 def install_mixers(setup: TrainingSetup) -> int:
-    """Reset every mixer of a model's decoder at the documents of its packed batches; count them.
+    """Make a decoder's mixers reset their state at each packed document; return how many.
 
-    With train.fast_path=false each runs its own code on one document after another.
-    Raises: Unsupported with the module that keeps a state whatever is tried.
+    With train.fast_path=false, the original implementation runs on one document after another.
+    Raises: Unsupported with the name of a module whose state could not be reset.
     """
     packed = watch_documents(setup.base, setup.decoder)
     for module in setup.decoder.modules():
@@ -214,7 +215,7 @@ def install_mixers(setup: TrainingSetup) -> int:
 
 
 def _install_what_leaks(setup: TrainingSetup, packed: PackedDocuments, use_kernels: bool) -> None:
-    """Reset mixers from the innermost outwards, until no module leaks."""
+    """Install mixers from the innermost outwards, until no module leaks."""
     if STATELESS in setup.proved:
         return
     for number in range(MAX_PASSES):
@@ -234,7 +235,7 @@ def _install_what_leaks(setup: TrainingSetup, packed: PackedDocuments, use_kerne
 def _install_kind(
     alike: list[nn.Module], trial: Trial, packed: PackedDocuments, use_kernels: bool
 ) -> None:
-    """Install mixers of one kind, by what the one of a trial does."""
+    """Install mixers of one kind, based on a trial of one of them."""
     name = type(trial.module).__name__
     fast = rebound(type(trial.module).forward) if use_kernels else None
     is_fast = fast is not None
@@ -259,7 +260,7 @@ def _install_kind(
     try:
         with torch_code(not is_fast):
             does_leak = leaks(trial)
-    except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of documents
+    except torch.OutOfMemoryError:  # a RuntimeError that has nothing to do with documents
         raise
     except RuntimeError as error:
         logger.debug("%s on one document: %s", name, error)
@@ -269,7 +270,7 @@ def _install_kind(
 
 
 def _largest_difference(own: Result, found: Result) -> float:
-    """Return the largest relative difference of output and gradients, in the Euclidean norm."""
+    """Return the largest relative difference of output or gradients, in the Euclidean norm."""
     sizes: dict[str, Tensor] = {}
     distances: dict[str, Tensor] = {}
     for name, tensor in own.tensors.items():
@@ -277,7 +278,7 @@ def _largest_difference(own: Result, found: Result) -> float:
             sizes[name] = tensor.float().norm()
             distances[name] = (found.tensors[name].float() - tensor.float()).norm()
     output = distances.pop("output") / sizes.pop("output")
-    # a gradient that is nearly zero, such as that of a decay, is rounding
+    # a gradient that is nearly zero, e.g. of a decay, is only rounding
     least = MIN_GRADIENT * max(sizes.values())
     gradients = [distances[name] / size.clamp(min=least) for name, size in sizes.items()]
     return max(output, *gradients).item()
