@@ -1,7 +1,7 @@
-"""Real inputs of the modules of a decoder, to prove fused code on.
+"""Capture real inputs of a decoder's modules, on which fused code is proved.
 
 Modules that cannot differ form a kind: same class, attributes, shapes and children. The decoder
-runs on a few tokens, on documents packed to one row and on an unpacked batch, and the inputs of the
+runs on a few tokens: on documents packed into one row, and on an unpacked batch. The inputs of the
 first module of each kind are stored.
 
 Legend: B rows, T tokens of a row, N documents.
@@ -27,20 +27,20 @@ Kind = int  # the number of a kind of modules
 
 PACKED = "packed"
 PLAIN = "plain"
-# Tokens of the packed documents, some shorter than a convolution is wide; the last is longer than a
-# window
+# Tokens per packed document. Some are shorter than the width of a convolution; the last is longer
+# than a window
 LENGTHS = (19, 1, 3, 23)
-PAST_WINDOW = 8  # tokens of a document beyond the longest window
+PAST_WINDOW = 8  # tokens by which a document exceeds the longest window
 SEED = 0
-# Attributes that differ from layer to layer without a difference in what is computed
-# (PEFT's kwargs hold the name of the layer), and where weights come from
+# Attributes that differ between layers but do not change what is computed (PEFT's kwargs contain
+# the name of the layer), and the place that weights come from
 IGNORED_ATTRIBUTES = frozenset(
     {"training", "layer_idx", "gradient_checkpointing", "kwargs", "name_or_path"}
 )
 
 
 class Call(NamedTuple):
-    """The arguments of one forward call, and the shape of what the module's own code returned."""
+    """The arguments of one forward call, and the shape that the original code returned."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """A module of a kind, and its inputs in the packed and in the unpacked batch."""
+    """A module of a kind, with its inputs for the packed and the unpacked batch."""
 
     module: nn.Module
     calls: dict[str, Call]
@@ -62,7 +62,7 @@ class ProofInputs:
     samples: dict[Kind, Sample]
     kinds: dict[nn.Module, Kind]
     documents: Documents
-    signature: str  # of all kinds
+    signature: str  # covers all kinds
 
 
 def kinds_of(
@@ -70,7 +70,7 @@ def kinds_of(
 ) -> dict[nn.Module, Kind]:
     """Return the kind of every module under `root`, itself included.
 
-    `numbers` are filled with the signature of each kind.
+    The signature of each kind is added to `numbers`.
     """
     kinds: dict[nn.Module, Kind] = {}
     numbers = {} if numbers is None else numbers
@@ -78,7 +78,7 @@ def kinds_of(
     def visit(module: nn.Module) -> Kind:
         if module not in kinds:
             children = tuple((name, visit(child)) for name, child in module.named_children())
-            # parametrized modules, such as experts in 4 bits, have a class each
+            # each parametrized module, e.g. experts in 4 bits, has a separate class
             own = (type_before_parametrizations(module), _attributes(module), _tensors(module))
             signature = (*own, _config_of_layer(module, config), children)
             kinds[module] = numbers.setdefault(signature, len(numbers))
@@ -101,7 +101,7 @@ def _attributes(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _simple(value: Any) -> Any:
-    """Return a number, text, function or a container of them in a form to compare, else None."""
+    """Return a comparable form of a number, text, function or container of them, else None."""
     if isinstance(value, bool | int | float | str):
         return (type(value), value)
     if isinstance(value, list | tuple):
@@ -112,7 +112,7 @@ def _simple(value: Any) -> Any:
 
 
 def _tensors(module: nn.Module) -> tuple[Any, ...]:
-    """Return what is known of a module's own parameters without their values."""
+    """Return what is known about a module's direct parameters, without their values."""
     found = []
     for name, parameter in module.named_parameters(recurse=False):
         form = (name, true_shape(parameter), parameter.dtype, parameter.requires_grad)
@@ -121,7 +121,7 @@ def _tensors(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _config_of_layer(module: nn.Module, config: PretrainedConfig) -> tuple[Any, ...]:
-    """Return the items of a config's lists that belong to a module's layer."""
+    """Return the items in a config's per-layer lists that belong to a module's layer."""
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         return ()
@@ -138,20 +138,20 @@ def capture(
     longest_row: int | None = None,
     names_documents: bool = False,
 ) -> ProofInputs:
-    """Return the inputs of one module of each kind, of two runs of the decoder.
+    """Return the inputs of one module of each kind, from two runs of the decoder.
 
-    Documents are longer than the longest window, but not than `longest_row`. Call it before
-    anything is installed. With `names_documents` the decoder runs once, on documents of LENGTHS
-    that the batch names, as the collator does.
+    Documents are longer than the longest window, but not longer than `longest_row`. Call this
+    before anything is installed. With `names_documents`, the decoder runs once, on documents of
+    LENGTHS. The batch then names its documents, as the collator's batches do.
     """
     decoder = decoder_of(base)
-    device = device_of(next(base.parameters()))  # of a trace: not the process's
+    device = device_of(next(base.parameters()))  # in a trace it differs from the process's
     numbers: dict[Any, Kind] = {}
     kinds = kinds_of(decoder, base.config.get_text_config(), numbers)
     samples: dict[Kind, Sample] = {}
     window = 0 if names_documents else _longest_window(base) + PAST_WINDOW
     longest = longest_row or window + sum(LENGTHS)
-    last = min(window, longest - sum(LENGTHS))  # a packed row is no longer than a trained one
+    last = min(window, longest - sum(LENGTHS))  # a packed row is not longer than a training row
     batches, documents = _batches(base, device, min(window, longest), last)
     if names_documents:
         batches = {PACKED: {**batches[PACKED], **documents.arguments}}
@@ -186,7 +186,7 @@ def _batches(
 
 
 def _longest_window(base: PreTrainedModel) -> int:
-    """Return the tokens of the longest sliding window or chunk that the model's config names."""
+    """Return the number of tokens in the longest sliding window or chunk of a model's config."""
     config = base.config.get_text_config()
     names = ("sliding_window", "attention_chunk_size")
     windows = [getattr(config, name, None) for name in names]
@@ -200,7 +200,7 @@ def _recording(
     samples: dict[Kind, Sample],
     batch: str,
 ) -> Iterator[None]:
-    """Store the calls of the first module of each kind that runs."""
+    """Store the calls of the first module that runs of each kind."""
 
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -208,7 +208,7 @@ def _recording(
         sample = samples.setdefault(kinds[module], Sample(module, {}))
         if sample.module is module:
             call = Call(args, dict(kwargs), shape_of(output))
-            # a later call of the same pass would be one of another input
+            # a later call in the same pass would have another input
             sample.calls.setdefault(batch, call)
 
     hooks = []
@@ -223,7 +223,7 @@ def _recording(
 
 @contextlib.contextmanager
 def _passing_experts(decoder: nn.Module) -> Iterator[None]:
-    """Let experts return their input: their own code unpacks and adapts all of a layer's."""
+    """Make experts return their input: the original unpacks and adapts all in a layer."""
     before = {module: vars(module).get("forward") for module in find_experts(decoder)}
     for module in before:
         module.forward = lambda hidden_states, *args, **kwargs: hidden_states

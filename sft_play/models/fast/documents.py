@@ -1,17 +1,17 @@
-"""Where the documents of a packed batch begin, for modules that their layer does not tell.
+"""Where the documents of a packed batch begin, for modules whose layer does not pass this on.
 
 Some models and layers pass `cu_seq_lens_q` on to their modules and others do not. Forward pre-hooks
 of the model and its decoder therefore store the documents of the batch in one `PackedDocuments`,
 which modules of the decoder read. Checkpointed layers that are recomputed in the backward pass read
 the same batch.
 
-For packed or padded rows transformers passes attention a (T, T) mask. The fastest kernels do not
-take one, and checking whether a mask is needed synchronizes with the GPU. Neither is necessary: the
-collator knows where documents begin, and causal attention never reads padding on the right.
-`attention.forward.remove_mask` replaces the mask with UNMASKED.
+For packed or padded rows, transformers passes a (T, T) mask to attention. The fastest kernels do
+not accept a mask, and checking whether one is needed synchronizes with the GPU. Neither is
+necessary: the collator knows where documents begin, and causal attention never reads padding on the
+right. `attention.forward.remove_mask` replaces the mask with UNMASKED.
 
-`forward_by_document` runs a module's own code on one document after another: exact for any module,
-and the reference that fused code over all documents at once is proved against.
+`forward_by_document` runs the original implementation of a module on one document after another.
+This is exact for any module. It is the reference for fused code that runs on all documents at once.
 
 Legend: B rows, T tokens of a row, N documents, G groups of documents.
 """
@@ -29,44 +29,44 @@ from sft_play.data.collate import IMAGE_BLOCKS
 from sft_play.models.architecture import encoders_of
 from sft_play.models.fast.attention.ulysses import ContextGroup
 
-# The keywords by which transformers' models are told of documents
+# The keyword arguments that pass documents to transformers' models
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-ImageBlock = tuple[int, int, int]  # start, end and begin of its document in the flattened rows
-ROUNDED_TO = 64  # tokens: documents of one group differ by less, the chunk of linear attention
+ImageBlock = tuple[int, int, int]  # its start and end, its document's start, in flattened rows
+ROUNDED_TO = 64  # tokens: a linear attention chunk; lengths in a group differ by less
 
 
 CONTEXT = "context_group"  # the ranks that share the batch's rows
-# What a batch brings for this module only: no arguments of the model
+# Keys of a batch that only this module reads: they are not arguments of the model
 NOT_PASSED_ON = ("document_lengths", IMAGE_BLOCKS, CONTEXT)
 
 
 class Groups(NamedTuple):
     """Documents of similar length as rows of one batch each."""
 
-    tokens: tuple[Tensor, ...]  # of each group (documents, width): indices of flattened tokens
-    places: Tensor  # (B * T,): where each token is in the flattened groups, one after another
+    tokens: tuple[Tensor, ...]  # per group (documents, width): indices of flattened tokens
+    places: Tensor  # (B * T,): the index of each token in the flattened, concatenated groups
 
 
 @dataclass(eq=False)
 class Documents:
-    """Where the documents of a batch's flattened rows begin, and indices computed from it once."""
+    """Where documents begin in a batch's flattened rows, and cached indices computed from it."""
 
     boundaries: Tensor  # (N + 1,) int32, the cu_seq_lens of flash attention
     longest: int  # tokens of the longest document
-    context: ContextGroup | None = None  # of which this rank has a part of the rows' tokens
-    given_lengths: Sequence[int] | None = None  # tokens of each document, if the batch brings them
+    context: ContextGroup | None = None  # the ranks that share each row's tokens
+    given_lengths: Sequence[int] | None = None  # tokens per document, if the batch has them
     image_blocks: Sequence[ImageBlock] = ()
     _places_with_gaps: dict[int, Tensor] = field(init=False, default_factory=dict)
     _elsewhere: dict[torch.device, "Documents"] = field(init=False, default_factory=dict)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments by which transformers' models are told of them."""
+        """The keyword arguments that pass the documents to transformers' models."""
         values = (self.boundaries, self.boundaries, self.longest, self.longest)
         return dict(zip(BOUNDARIES, values, strict=True))
 
     def on(self, device: torch.device) -> "Documents":
-        """Return the same documents for modules on a device; copied there once."""
+        """Return the same documents for modules on a device; they are copied there once."""
         if self.boundaries.device == device:
             return self
         if device not in self._elsewhere:
@@ -78,7 +78,7 @@ class Documents:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Return the tokens of each document; waits for a GPU if the batch did not bring them."""
+        """Return the tokens of each document; waits for the GPU if the batch lacks the lengths."""
         if self.given_lengths is not None:
             return list(self.given_lengths)
         return self.boundaries.diff().tolist()
@@ -91,11 +91,11 @@ class Documents:
 
     @cached_property
     def long_boundaries(self) -> Tensor:
-        """Return the boundaries (N + 1,) int64 on the device of the batch."""
+        """Return the boundaries (N + 1,) int64 on the batch's device."""
         return self.boundaries.long()
 
     def places_with_gaps(self, tokens: int, gap: int) -> Tensor:
-        """Return the place (tokens,) of each token if `gap` empty places divide documents."""
+        """Return the index (tokens,) of each token if `gap` empty places separate documents."""
         if gap not in self._places_with_gaps:
             place = torch.arange(tokens, device=self.boundaries.device)
             document = torch.bucketize(place, self.long_boundaries[1:-1], right=True)
@@ -104,9 +104,9 @@ class Documents:
 
     @cached_property
     def groups(self) -> Groups:
-        """Return the documents in groups of one width, in multiples of ROUNDED_TO tokens.
+        """Return the documents in groups of one width each, a multiple of ROUNDED_TO tokens.
 
-        A row's places after its document repeat the last token; what is computed there is unused.
+        After the end of its document, a row repeats the last token; results there are not used.
         """
         ends = self.boundaries_on_cpu[1:]
         by_width: dict[int, list[int]] = {}
@@ -131,7 +131,7 @@ class Documents:
 
 
 def named_documents(kwargs: dict[str, Any]) -> Documents | None:
-    """Return the documents that a batch names by transformers' keywords, None if it names none."""
+    """Return the documents that a batch passes by transformers' keywords; None without any."""
     boundaries = kwargs.get("cu_seq_lens_q")
     if boundaries is None:
         return None
@@ -145,11 +145,11 @@ def named_documents(kwargs: dict[str, Any]) -> Documents | None:
 
 
 class PackedDocuments:
-    """The documents of the batch that a model computes, None if it is not packed."""
+    """The documents of the batch that a model is computing; None if it is not packed."""
 
     def __init__(self) -> None:
         self.batch: Documents | None = None
-        self.has_images = False  # the batch, packed or not
+        self.has_images = False  # also set for batches that are not packed
         self._is_inside_model = False
 
     def on(self, device: torch.device) -> Documents | None:
@@ -158,7 +158,7 @@ class PackedDocuments:
 
     @contextmanager
     def showing(self, batch: Documents | None) -> Iterator[None]:
-        """Let modules called inside see another batch, None for rows without documents."""
+        """Make modules called inside read another batch; None for rows without documents."""
         before = self.batch
         self.batch = batch
         try:
@@ -169,13 +169,13 @@ class PackedDocuments:
     def enter_model(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook of a whole model, which may not pass boundaries on to its decoder."""
+        """Forward pre-hook of the full model, which may not pass boundaries on to its decoder."""
         args, kwargs = self.note(module, args, kwargs)
         self._is_inside_model = True
         return args, kwargs
 
     def leave_model(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Forward hook of a whole model. The documents stay for the backward pass."""
+        """Forward hook of the full model. The documents are kept for the backward pass."""
         self._is_inside_model = False
 
     def note(
@@ -183,8 +183,8 @@ class PackedDocuments:
     ) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of a decoder: store the documents of the batch.
 
-        What the batch brings for them alone goes no further, such as the lengths, which save the
-        CPU of a GPU from waiting for them.
+        Arguments that only this hook needs are not passed on. One of them is the lengths: with
+        them, the CPU does not have to wait for the GPU.
         """
         if self._is_inside_model:
             return args, kwargs
@@ -194,7 +194,7 @@ class PackedDocuments:
 
 
 def watch_documents(model: nn.Module, decoder: nn.Module) -> PackedDocuments:
-    """Make a model and its decoder keep the documents of their batch, and return where."""
+    """Return the object in which a model and its decoder store the documents of a batch."""
     found = vars(decoder).get("packed_documents")
     if found is not None:
         return found
@@ -212,14 +212,14 @@ def watch_documents(model: nn.Module, decoder: nn.Module) -> PackedDocuments:
 def _without_documents(
     module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of an encoder: the documents of a text are not its own sequences."""
+    """Forward pre-hook of an encoder: documents of the text are not the encoder's sequences."""
     return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
 
 
 def forward_by_document(lengths: list[int], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's own forward method on each document, and join what it returns.
+    """Return the joined outputs of a module's own forward method, run on each document.
 
-    Of a tensor of tokens a document's part is (1, its tokens, ...), and of a mask
+    A document's part of a tensor of tokens is (1, its tokens, ...). Its part of a mask is
     (1, heads, its tokens, its tokens).
     """
     rows, tokens = first_tensor(args, kwargs).shape[:2]
@@ -242,7 +242,7 @@ def first_tensor(args: tuple, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _part(value: Any, row: int, part: slice, tokens: int) -> Any:
-    """Return what one document of a row needs of an argument for all of them."""
+    """Return the part of an argument that one document of a row needs."""
     if isinstance(value, tuple):
         return tuple(_part(element, row, part, tokens) for element in value)
     if not isinstance(value, Tensor) or value.dim() < 2:
@@ -276,8 +276,8 @@ def _join(outputs: list[Any], lengths: list[int]) -> Any:
     return torch.cat(outputs, dim=1)
 
 
-# In place of the mask of a batch that needs none. transformers passes a mask with four dimensions
-# through, and no other attention accepts this shape
+# Replaces the mask of a batch that needs none. transformers does not change a mask with four
+# dimensions, and no other attention accepts this shape
 UNMASKED = torch.empty((1, 1, 0, 0))
 
 

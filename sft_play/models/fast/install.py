@@ -1,8 +1,9 @@
 """Install fused kernels on a model: forward methods on its modules; classes are not patched.
 
 The kernels run in training steps (training mode, gradients on) and on packed batches. Evaluation
-and generation run the code of the model's classes, so that scores do not depend on the kernels that
-trained the weights; but for experts with adapters, whose own code needs a copy of all of them.
+and generation run the model's original implementation, so that scores do not depend on the kernels
+that trained the weights. The exception is experts with adapters: their original implementation
+needs a copy of all experts.
 """
 
 import contextlib
@@ -49,11 +50,11 @@ class FusedKernels:
 
     on: dict[str, int]  # part: number of modules
     off: dict[str, str]  # part: why it is not fused
-    in_one_row: bool = False  # whether packed documents may be one long row: none counts its tokens
+    in_one_row: bool = False  # documents may share one row: no module counts its tokens
 
     @property
     def has_mixers(self) -> bool:
-        """Return whether modules start again at each document of a packed batch."""
+        """Return whether modules reset their state at each document of a packed batch."""
         return MIXERS in self.on
 
     @property
@@ -75,9 +76,10 @@ def install_fused_kernels(
     zero_stage: int = 0,
     proofs: ProofStore | None = None,
 ) -> FusedKernels:
-    """Fuse every part of a model, with its adapters, whose fused result is the same; log them.
+    """Fuse and log every part of a model whose fused result is the same; return the parts.
 
-    Proofs of an earlier start are taken from `proofs`, and written there.
+    Parts include their adapters. Proofs of earlier starts are read from `proofs`, and new ones are
+    written there.
 
     Raises: ConfigError for train.fast_path=true if nothing can be fused.
     """
@@ -93,19 +95,19 @@ def install_fused_kernels(
 
 
 def record_fused_kernels(model: nn.Module, kernels: FusedKernels) -> None:
-    """Log the fused parts of a model, and keep them for `fused_kernels_of`."""
+    """Log the fused parts of a model, and store them for `fused_kernels_of`."""
     base_model_of(model).fast_path = kernels
     logger.info("%s", kernels.line())
 
 
 def fused_kernels_of(model: nn.Module) -> FusedKernels:
-    """Return the fused parts of a model, none if nothing was installed."""
+    """Return the fused parts of a model; they are empty if nothing was installed."""
     return getattr(base_model_of(model), "fast_path", FusedKernels({}, {}))
 
 
 @contextlib.contextmanager
 def _gathering(setup: TrainingSetup) -> Iterator[None]:
-    """Keep whole what belongs to no layer; layers gather their weights while they run."""
+    """Keep weights outside of layers gathered; layers gather theirs while they run."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(setup.gathered(setup.base))
         if setup.zero_stage == 3 and setup.has_values:
@@ -114,9 +116,10 @@ def _gathering(setup: TrainingSetup) -> Iterator[None]:
 
 
 def _install_parts(setup: TrainingSetup, proofs: ProofStore | None) -> FusedKernels:
-    """Install each part that proves itself against the model's own code.
+    """Install each part that passes its proof; return the fused parts.
 
-    Mixers start at each document whether or not kernels are fused.
+    A part is compared with the model's original implementation. Mixers reset their state at each
+    document whether or not kernels are fused.
     """
     on: dict[str, int] = {}
     off: dict[str, str] = {}
@@ -128,7 +131,7 @@ def _install_parts(setup: TrainingSetup, proofs: ProofStore | None) -> FusedKern
         parts = [MIXERS]
     elif setup.has_values or setup.is_traced:
         with torch_code():
-            _ = setup.proof_inputs  # from the model's own code: before anything is installed
+            _ = setup.proof_inputs  # captured before anything is installed
         if proofs is not None and setup.has_values:
             proofs.take(setup)
         if setup.zero_stage == 3 and setup.has_values and setup.config.tuning.mode != "full":
@@ -159,8 +162,8 @@ def _install_parts(setup: TrainingSetup, proofs: ProofStore | None) -> FusedKern
 def _gather_with_layers(setup: TrainingSetup) -> None:
     """Let ZeRO-3 gather all weights of a layer at once, for fused functions that read them.
 
-    DeepSpeed frees them when the gradient of the layer's input is there, and finds an input only
-    among the arguments that have no name.
+    DeepSpeed frees them when the gradient of the layer's input is ready. It finds inputs only among
+    the positional arguments.
     """
     inputs = setup.proof_inputs
     for layer in outermost_layers(setup.decoder):
@@ -175,9 +178,9 @@ def _in_order(parts: dict[str, Any]) -> dict[str, Any]:
     return {part: parts[part] for part in dict.fromkeys([*names, *parts])}
 
 
-# The order matters. Experts come first: attention runs the whole decoder, in which PEFT's own code
-# builds and keeps all adapted experts. Linears are those that no part before them computes itself.
-# Mixers come last: if attention keeps documents apart, it is no mixer.
+# The order matters. Experts come first: attention runs the full decoder, in which PEFT's own code
+# would build and store all adapted experts. Linears are those that no earlier part computes itself.
+# Mixers come last: if attention separates documents, it is not a mixer.
 # An installer returns how many modules it has fused: 0 if a model has none of its kind.
 INSTALLERS: dict[str, Callable[[TrainingSetup], int]] = {
     "experts": install_experts,

@@ -1,12 +1,13 @@
-"""Proof that a fused module computes what its own code computes, before it is installed.
+"""Proof that a fused module computes the same as its original implementation.
 
-`prove` runs the fused code of a module and its own on the inputs that `capture` has stored, on this
-device and in this dtype, and compares outputs and gradients. One module of each kind is run. If
-the two differ in 16 bits, the own code in float32 decides whether that is rounding. Of what an
-earlier start has proved (`record`) outputs alone are compared.
+`prove` runs before a fused module is installed. It runs the fused code and the original
+implementation on the inputs stored by `capture`, on this device and in this dtype, and compares
+outputs and gradients. It runs one module per kind. If the two differ in 16 bits, the original
+implementation in float32 decides whether that is rounding. If an earlier start has proved a kernel
+(`record`), only outputs are compared.
 
-A trace has no values: there it is shown that the fused code runs, and returns tensors of the shapes
-of the module's own, so that the trace counts the bytes of the code that the run will use.
+A trace has no values. There, `prove` checks that the fused code runs and returns the same shapes as
+the original implementation. The trace then counts the bytes of the code that the run will use.
 
 Legend: B rows, T tokens of a row.
 """
@@ -41,13 +42,13 @@ def prove(
     kernel: str = "",
     part_of: Callable[[nn.Module, Call], Part | None] | None = None,
 ) -> list[nn.Module]:
-    """Return the modules whose fused forward agrees with their own; one of each kind is run.
+    """Return the modules whose fused forward agrees with their original; run one of each kind.
 
-    `fused` is the fused forward method. `fused_call` returns its arguments for those of the
-    module's own, if the two differ; it is also given the batch, PACKED or PLAIN. `kernel` names
-    one of several that it may run. `part_of` returns what own code is run on in place of a module
-    and its call. Why modules were left out is added to `setup.left_out`. Weights in 4 bits that
-    ZeRO-3 divides have no values, and all modules are returned.
+    `fused` is the fused forward method. `fused_call` converts the original arguments to those of
+    `fused`, if the two differ; it also gets the batch, PACKED or PLAIN. `kernel` names the kernel,
+    if `fused` may run several. `part_of` returns a smaller module and call for the original
+    implementation. Reasons why modules were left out are added to `setup.left_out`. 4-bit weights
+    sharded by ZeRO-3 have no values, so all modules are returned.
 
     Raises: Unsupported if no module agrees.
     """
@@ -70,10 +71,11 @@ def prove(
 def prove_once(
     name: str, setup: TrainingSetup, compare: Callable[[list[float] | None], str | None]
 ) -> str | None:
-    """Return where `compare` finds a difference; of outputs alone if an earlier start found none.
+    """Return where `compare` finds a difference; None if it finds none.
 
-    It adds the sizes of differences to a list, or compares outputs alone if it is given none.
-    If those differ on any rank, no earlier proof is believed any more.
+    `compare` adds the sizes of differences to a list. Without a list it compares only outputs,
+    which is enough if an earlier start found no difference. If outputs differ on any rank, all
+    earlier proofs are ignored.
     """
     if name in setup.proved:
         where = compare(None)
@@ -91,9 +93,9 @@ def prove_once(
 
 
 def of_any_rank(module: nn.Module, process: Process, where: str | None) -> str | None:
-    """Return where a proof finds a difference, on any rank if ranks share experts of its module.
+    """Return where a proof finds a difference, on any rank if ranks share the module's experts.
 
-    They run the module together, so all of them continue from a difference or none.
+    Such ranks run the module together, so all of them must handle a difference the same way.
     """
     if ranks_of_experts(module) == 1:
         return where
@@ -108,14 +110,14 @@ def _why_not_proved(
     part_of: Callable[[nn.Module, Call], Part | None] | None,
     errors: list[float] | None,
 ) -> str | None:
-    """Return where the fused code of a kind of modules differs from its own, None if nowhere."""
+    """Return where the fused code of a kind differs from the original; None if nowhere."""
     inputs = setup.proof_inputs
     sample = inputs.samples.get(kind)
     if sample is None:
         return "no token of the proof reached it"
     module = sample.module
-    # if both are called in one way, a token's result does not depend on its document, but it may
-    # depend on its row, of which the packed batch has one
+    # Without `fused_call`, a token's result does not depend on its document. It may depend on its
+    # row, and the packed batch has only one row.
     mixes_tokens = fused_call is not None
     for batch, call in sample.calls.items():
         if batch == PACKED and not mixes_tokens and PLAIN in sample.calls:
@@ -132,7 +134,7 @@ def _why_not_proved(
                 module.train()
                 part = None if part_of is None else part_of(module, call)
                 trial = Trial(module, call, setup.process, mixes_tokens, errors)
-                # its own code may see across documents, if the model gives it no mask of them
+                # the original may attend across documents, if the model passes it no such mask
                 lengths = inputs.documents.lengths if mixes_tokens and batch == PACKED else None
                 where = _where_different(trial, given, fused, part, lengths)
         if where is not None:
@@ -143,10 +145,10 @@ def _why_not_proved(
 def _where_different(
     whole: Trial, given: Call, fused: Forward, part: Part | None, documents: list[int] | None
 ) -> str | None:
-    """Return where a module's fused code, called as `given`, differs from its own, as text.
+    """Return as text where a module's fused code differs from the original; None if nowhere.
 
-    Its own code runs on the part if there is one. It may also be run on each of `documents` alone,
-    which are lengths.
+    The fused code is called with `given`. The original implementation runs on the part, if there is
+    one. It may also run on each document separately; `documents` are their lengths.
     """
     agreed = functools.partial(of_any_rank, whole.module, whole.process)
     trial = whole
@@ -158,7 +160,7 @@ def _where_different(
         computed = whole.run(fused, given, own.choices)
         if part is not None:
             computed = computed._replace(tensors=part.of_whole(computed.tensors))
-    except torch.OutOfMemoryError:  # its own code would need as much or more
+    except torch.OutOfMemoryError:  # the original would need as much or more
         raise
     except MISFITS as error:
         # recognized by its structure, but called in another way
@@ -171,7 +173,7 @@ def _where_different(
         where = agreed(difference(own, computed, None, trial.errors))
     if where is None:
         return None
-    # in float8 the last bit of a float32 number may decide between two that are 12 % apart
+    # in float8, a float32 number's last bit may decide between two numbers that differ by 12 %
     if own.dtype.itemsize == 2 or has_float8(trial.module):
         exact = trial.run_in_float32(code, own.choices)
         if exact and agreed(difference(own, computed, exact, trial.errors)) is None:
@@ -182,7 +184,7 @@ def _where_different(
 def _where_misshapen(
     module: nn.Module, call: Call, given: Call, fused: Forward, setup: TrainingSetup
 ) -> str | None:
-    """Return how the fused code of a traced module does not stand for its own, None if it does."""
+    """Return how fused code of a traced module differs from the original; None if nowhere."""
     device = next(setup.base.parameters()).device
     dtype = setup.process.compute_dtype
     is_half = dtype.itemsize == 2 and not setup.zero_stage

@@ -1,11 +1,11 @@
-"""Records of proofs: what one start has proved of fused kernels, later ones take.
+"""Records of proofs: later starts reuse what an earlier start has proved about fused kernels.
 
-A record is a file of the cache, with the largest difference that each proof found. Its name is a
-digest of all that the proofs depend on, and its seal one of what it says. If it is taken, only
-outputs are compared, on the inputs of this start, and no gradients.
+A record is a file in the cache, with the largest difference that each proof found. Its name is a
+digest of everything that the proofs depend on, and its seal is a digest of its contents. If a
+record is used, only outputs are compared, on the inputs of this start, and no gradients.
 
-It is not taken if a byte has changed, if it is of something else, and if another user may
-have written it. Who may write as this user may change the kernels as well.
+A record is not used if a byte has changed, if it belongs to something else, or if another user may
+have written it. Anyone who can write as this user can also change the kernels.
 """
 
 import logging
@@ -29,10 +29,10 @@ from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-OTHERS_WRITE = 0o022  # mode of a file that not its owner alone may write
+OTHERS_WRITE = 0o022  # mode bits of a file that others than its owner may write
 CPUS = Path("/proc/cpuinfo")
 DRIVER = Path("/proc/driver/nvidia/version")
-# Variables that may choose other kernels
+# Environment variables that may select other kernels
 VARIABLES = re.compile(
     "(ATEN|BNB|CUBLAS|CUDA|CUDNN|DISABLE_AUTOTUNE|DNNL|FLA|FLCE|LIGER|MKL|NVIDIA|ONEDNN|PYTORCH"
     "|TORCH|TRITON)(_|$)"
@@ -41,16 +41,16 @@ VARIABLES = re.compile(
 
 @dataclass
 class ProofStore:
-    """The records of a folder, for a process with these variables."""
+    """The records in a folder, for a process with these environment variables."""
 
     folder: Path
     environ: Mapping[str, str]
-    path: Path | None = None  # the record of what is proved here
+    path: Path | None = None  # the record that this start reads and writes
 
     def take(self, setup: TrainingSetup) -> None:
-        """Let a setup know what is proved, if every rank has it. Every rank must call it.
+        """Add earlier proofs to a setup, if every rank has them. Every rank must call it.
 
-        Ranks that divide weights gather them together, so all of them prove or none.
+        Ranks gather sharded weights together, so either all of them prove a kernel or none does.
         """
         self.path = self.folder / f"{fingerprint(**facts_of(setup, self.environ))}.json"
         record = self._read()
@@ -65,7 +65,7 @@ class ProofStore:
         )
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the record, None if there is none to take."""
+        """Return the record; None if there is no usable one."""
         try:
             status = self.path.stat()
             record = read_json(self.path)
@@ -81,7 +81,7 @@ class ProofStore:
         return record
 
     def write(self, setup: TrainingSetup) -> None:
-        """Add what is newly proved, if that is the same on every rank. Every rank must call it."""
+        """Write the new proofs, if they are the same on every rank. Every rank must call it."""
         names = setup.process.gather(sorted(setup.newly_proved))
         is_same = names.count(names[0]) == len(names)
         if not (self.path and names[0] and is_same) or setup.process.local_rank:
@@ -97,9 +97,9 @@ class ProofStore:
 
 
 def facts_of(setup: TrainingSetup, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return what proofs depend on: neither weights nor where they come from."""
+    """Return what proofs depend on; this excludes the weights and their source."""
     config, process = setup.config, setup.process
-    # FSDP and parametrizations make classes of their own, above that which has the code
+    # FSDP and parametrizations create subclasses of the class that contains the code
     classes = {each for module in setup.base.modules() for each in type(module).__mro__}
     modules = {sys.modules.get(each.__module__) for each in classes}
     files = {getattr(module, "__file__", None) for module in modules} - {None}
@@ -116,7 +116,7 @@ def facts_of(setup: TrainingSetup, environ: Mapping[str, str]) -> dict[str, Any]
 
 
 def describe_devices(process: Process) -> list[Any]:
-    """Return the driver, and name and capability of the GPU, or the name of the CPU."""
+    """Return the driver and the GPU's name and capability, or the name of the CPU."""
     path = DRIVER if process.is_gpu else CPUS
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     system = re.findall("(?:NVRM version|model name).*", text)[:1]

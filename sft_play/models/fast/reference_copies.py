@@ -1,8 +1,8 @@
-"""A few experts of a module, in place of all, for the module's own code in a proof.
+"""Copies of a module with only a few experts, for its original implementation in a proof.
 
-Own code unpacks and adapts the matrices of every expert, several times over: 12 GiB for a layer of
-gpt-oss-120b. So the tokens of a proof are sent to the first and the last experts. The fused code
-runs them in the whole module, and the own code in a copy that has no others.
+The original implementation unpacks and adapts the matrices of every expert, several times: 12 GiB
+for a layer of gpt-oss-120b. A proof therefore sends its tokens only to the first and last experts.
+The fused code runs them in the full module. The original runs in a copy with only these experts.
 
 Legend: E experts, r rank of an adapter.
 """
@@ -32,15 +32,15 @@ from sft_play.plan.fast import PROVEN_EXPERTS
 
 
 class Part(NamedTuple):
-    """What the own code of a module runs, if the whole would take too much memory."""
+    """A smaller module and its call for the original, if the full one needs too much memory."""
 
     module: nn.Module
     call: Call
-    whole_call: Call  # of the whole module, which the fused code runs
-    take: Callable[[str, Tensor], Tensor]  # the part of lora_A (E r, in) or lora_B (out, r E)
+    whole_call: Call  # of the full module, which the fused code runs
+    take: Callable[[str, Tensor], Tensor]  # the part of a lora_A (E r, in) or lora_B (out, r E)
 
     def of_whole(self, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-        """Return what the whole module computed, as the part has it."""
+        """Return the tensors of the full module, reduced to the experts of the part."""
         return {
             name: self.take(name, tensor) if "lora_" in name and tensor is not None else tensor
             for name, tensor in tensors.items()
@@ -48,9 +48,9 @@ class Part(NamedTuple):
 
 
 def few_experts(module: nn.Module, call: Call) -> Part | None:
-    """Return a copy that has PROVEN_EXPERTS, and how to call it; None if all of them run.
+    """Return a copy with PROVEN_EXPERTS experts, and its call; None if all experts run.
 
-    They do if a module has no more, and if ranks share its experts.
+    All experts run if a module does not have more, or if ranks share its experts.
     """
     wrappers, experts = unwrap(module)
     count = true_shape(weight_of(experts, "down_proj"))[0]
@@ -68,7 +68,7 @@ def few_experts(module: nn.Module, call: Call) -> Part | None:
             return factor.unflatten(0, (count, -1))[chosen].flatten(0, 1)
         return factor.unflatten(1, (-1, count))[..., chosen].flatten(1)
 
-    memo = {}  # by the identity of a parameter, what stands for it in the copy
+    memo = {}  # identity of a parameter: its replacement in the copy
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             few = take(name, parameter) if "lora_" in name else _few_of(parameter, chosen, count)
@@ -82,7 +82,7 @@ def few_experts(module: nn.Module, call: Call) -> Part | None:
 
 
 def _few_of(parameter: nn.Parameter, chosen: Tensor, count: int) -> Tensor:
-    """Return the chosen experts of a weight or bias, in full if it is packed."""
+    """Return the chosen experts of a weight or bias, unpacked if it is packed."""
     if true_shape(parameter)[0] != count:
         return parameter.clone()
     if not hasattr(parameter, "quant_state"):
@@ -103,7 +103,7 @@ def _copied(module: nn.Module, memo: dict[int, nn.Parameter]) -> nn.Module:
     wrappers, experts = unwrap(copied)
     make_plain(experts, in_full)
     for child in (*wrappers, experts):
-        vars(child).pop("_activate_lora", None)  # of `unpack_with_adapter`
+        vars(child).pop("_activate_lora", None)  # set by `unpack_with_adapter`
         if not isinstance(child, SharedParamWrapper):
             child.num_experts = PROVEN_EXPERTS
     return copied
@@ -113,12 +113,12 @@ def _copied(module: nn.Module, memo: dict[int, nn.Parameter]) -> nn.Module:
 def in_float32(module: nn.Module) -> nn.Module:
     """Return a copy of a module, which may have adapters, with every weight in float32.
 
-    4-bit weights are unpacked: those of experts, and those of linear layers. So are float8 ones.
+    4-bit weights of experts and linear layers are unpacked, and so are float8 weights.
     """
     copied = copy.deepcopy(module)
     for child in list(copied.modules()):
         make_plain(child, {name: getattr(child, name).float() for name in own_packed(child)})
-        vars(child).pop("_activate_lora", None)  # of `unpack_with_adapter`
+        vars(child).pop("_activate_lora", None)  # set by `unpack_with_adapter`
         for name, linear in child.named_children():
             if isinstance(linear, Linear4bit):
                 weight = unpack(linear.weight).float()
@@ -140,10 +140,10 @@ def own_packed(module: nn.Module) -> list[str]:
 
 
 def make_plain(copied: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Give the copy of a module plain parameters in place of its packed ones, by their names.
+    """Replace the packed parameters of a module's copy with plain ones, given by name.
 
-    torch's own function would take the names from the module's class, which is that of the copied
-    module too.
+    torch's function would remove the names from the module's class, which the original module
+    shares with the copy.
     """
     if not weights:
         return

@@ -22,7 +22,7 @@ from sft_play.models.sharding import gathered, units_by_module
 from sft_play.models.weight_offloading import bring_layer_of
 from sft_play.process import Process
 
-# What the backward pass of an autograd function returns: None for what has no gradient
+# What the backward pass of an autograd function returns: None for inputs without a gradient
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -38,11 +38,11 @@ class TrainingSetup:
     config: Config
     process: Process
     zero_stage: int
-    # What the part that is being installed leaves on its own code: one reason each
+    # Modules of the current part that keep their original implementation: one reason each
     left_out: list[str] = field(default_factory=list)
     # Linears that a larger fused function computes: they need no fused forward method
     taken: set[nn.Module] = field(default_factory=set)
-    # The largest difference that each proof found: in an earlier start, and in this one
+    # The largest difference that each proof found: first in earlier starts, then in this one
     proved: dict[str, float] = field(default_factory=dict)
     newly_proved: dict[str, float] = field(default_factory=dict)
     _whole_units: set[nn.Module] = field(default_factory=set)
@@ -63,9 +63,9 @@ class TrainingSetup:
 
     @cached_property
     def has_values(self) -> bool:
-        """Return whether the weights can be computed with.
+        """Return whether the weights have values to compute with.
 
-        Those of a trace cannot, nor those in 4 bits that ZeRO-3 divides.
+        Weights in a trace have none, and neither do 4-bit weights sharded by ZeRO-3.
         """
         for parameter in self.base.parameters():
             if parameter.is_meta or isinstance(parameter, FakeTensor):
@@ -76,17 +76,17 @@ class TrainingSetup:
 
     @property
     def has_packed_parts(self) -> bool:
-        """Return whether ZeRO-3 divides weights in 4 bits, which cannot be gathered here."""
+        """Return whether ZeRO-3 shards 4-bit weights, which cannot be gathered here."""
         return self.zero_stage == 3 and self.config.tuning.mode == "qlora"
 
     @cached_property
     def is_traced(self) -> bool:
-        """Return whether the weights are fake tensors, which have shapes alone."""
+        """Return whether the weights are fake tensors, which only have shapes."""
         return any(isinstance(parameter, FakeTensor) for parameter in self.base.parameters())
 
     @cached_property
     def proof_inputs(self) -> ProofInputs:
-        """Return the inputs that modules are proved on; the first use runs the decoder."""
+        """Return the inputs on which modules are proved; the first use runs the decoder."""
         return capture(self.base, self.process, self.longest_row)
 
     @cached_property
@@ -99,14 +99,14 @@ class TrainingSetup:
 
     @property
     def divides_weights(self) -> bool:
-        """Return whether ranks share the base weights, by FSDP or ZeRO-3."""
+        """Return whether the base weights are sharded across ranks, by FSDP or ZeRO-3."""
         return self.zero_stage == 3 or bool(self._units)
 
     @contextlib.contextmanager
     def gathered(self, module: nn.Module) -> Iterator[None]:
-        """Keep a module's own weights in place if ranks divide them, or the host stores them.
+        """Keep a module's direct weights on the device if they are sharded or in host memory.
 
-        Layers gather, or bring, their own.
+        Layers gather or load theirs themselves.
         """
         bring_layer_of(module, self.base)
         if module in self._partitioned_units:
@@ -126,9 +126,9 @@ class TrainingSetup:
             self._whole_units.remove(unit)
 
     def without_reason(self, reasons: dict[nn.Module, str | None]) -> list[nn.Module]:
-        """Return the modules that no reason keeps from being fused; note the others' reasons.
+        """Return the modules without a reason against fusing; record the others' reasons.
 
-        Raises: Unsupported if every module has one.
+        Raises: Unsupported if every module has a reason.
         """
         found = [module for module, reason in reasons.items() if reason is None]
         counts = Counter(filter(None, reasons.values()))
@@ -140,7 +140,7 @@ class TrainingSetup:
 
     @property
     def longest_row(self) -> int | None:
-        """Return the tokens of the longest row that will be trained, None if that is open."""
+        """Return the number of tokens in the longest training row; None if it is not set yet."""
         tokens = self.config.model.max_seq_len
         return tokens if isinstance(tokens, int) else None
 
@@ -151,7 +151,7 @@ def base_model_of(model: nn.Module) -> nn.Module:
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """Return x in the dtype of products: that of autocast if it is on, else its own."""
+    """Return x in the dtype of matrix multiplications: autocast's dtype, or x's without it."""
     device = x.device.type
     if not torch.is_autocast_enabled(device):
         return x

@@ -1,7 +1,7 @@
-"""A run of a module by its own code or by fused code, and what two runs differ by.
+"""Run a module with its original implementation or fused code, and compare two runs.
 
-`Trial.run` returns output and gradients. Two results are the same if they differ by rounding alone.
-Weights, gradients, training mode and random generators are left as they were.
+`Trial.run` returns output and gradients. Two results agree if they differ only by rounding.
+Weights, gradients, training mode and random generators are not changed.
 
 Legend: B rows, T tokens of a row.
 """
@@ -26,20 +26,20 @@ from sft_play.process import Process
 logger = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]  # a forward method: its first argument is the module
-Choices = list[Tensor]  # the indices that each topk chose, such as the experts of each token
+Choices = list[Tensor]  # the indices that each topk chose, e.g. the experts of each token
 
 # Largest difference of two rows of features (of a token, of a matrix), over the root mean square
-# of all rows of the own result. Float32: sums in another order. 16 bits: fused code rounds less
-# often than the code that it replaces, and each rounding moves a row by up to half of 2^-7
-# (bfloat16) or 2^-10 (float16); gradients pass through some ten of them.
+# of all rows of the original result. Float32: sums in another order. 16 bits: fused code rounds
+# less often than the code that it replaces, and each rounding moves a row by up to half of 2^-7
+# (bfloat16) or 2^-10 (float16). Gradients pass through about ten roundings.
 TOLERANCES = {
     torch.float64: 1e-9,
     torch.float32: 1e-4,
     torch.float16: 2e-2,
     torch.bfloat16: 1e-1,
 }
-# How far fused code may be from float32 if its own code in 16 bits is farther than the above, in
-# errors of the own code: those of two ways to round are of one size, and not equal.
+# How far fused code may be from float32 if the original in 16 bits exceeds the tolerances above, as
+# a multiple of the original's error: two ways to round have errors of similar, not equal, size.
 MAX_ROUNDING = 1.5
 
 
@@ -47,17 +47,17 @@ class Result(NamedTuple):
     """What one run of a module computed, by name: its output and gradients."""
 
     tensors: dict[str, Tensor | None]
-    dtype: torch.dtype  # the coarsest of output and input: what the differences are judged by
+    dtype: torch.dtype  # the coarsest of output, input and compute dtype: selects the tolerance
     choices: Choices
 
 
 def difference(
     own: Result, fused: Result, exact: Result | None = None, errors: list[float] | None = None
 ) -> str | None:
-    """Return the first tensor of two results that differs by more than the tolerance, as text.
+    """Return as text the first tensor that differs by more than the tolerance; None if none does.
 
-    With `exact`, the result of the own code in float32, both may be as far from it as rounding
-    explains. What differs by less is added to `errors`.
+    `exact` is the original's result in float32. With it, both results may differ from it by as much
+    as rounding explains. Differences within the tolerance are added to `errors`.
     """
     for name, expected in own.tensors.items():
         computed = fused.tensors[name]
@@ -92,20 +92,21 @@ def relative_error(expected: Tensor, computed: Tensor) -> float:
     return float(differences.max() / size)
 
 
-ADAPTER_STD = 0.05  # of LoRA's B during a proof: its part is visible next to the base weight's
+ADAPTER_STD = 0.05  # of LoRA's B in a proof: large enough to matter next to the base weight
 VECTOR_STD = 0.1  # added to weights of norms and to biases, which are all ones or zeros at first
 
 
 def own_code(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward method that a module has."""
+    """Return the output of a module's current forward method."""
     return module.forward(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def comparable(module: nn.Module) -> Iterator[None]:
-    """Give weights that start as zeros or ones random values, without dropout; restore both.
+    """Set weights that start as zeros or ones to random values, without dropout; restore both.
 
-    Those are LoRA's B, which would hide its A, and vectors: weights of norms, biases, sinks.
+    These weights are LoRA's B, which would hide its A, and vectors: weights of norms, biases,
+    sinks.
     """
     before: dict[nn.Parameter, Tensor] = {}
     dropouts = {child: child.p for child in module.modules() if isinstance(child, nn.Dropout)}
@@ -134,7 +135,7 @@ def comparable(module: nn.Module) -> Iterator[None]:
 
 
 class Choosing(TorchFunctionMode):
-    """Stores the indices that each topk in a context chooses, or repeats those of another run."""
+    """Stores the indices that each topk in a context chooses, or reuses those of another run."""
 
     def __init__(self, again: Choices | None):
         super().__init__()
@@ -144,7 +145,7 @@ class Choosing(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run a function of torch, and `topk` with the choice of the other run."""
+        """Return the output of a torch function; `topk` reuses the choice of the other run."""
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         if func not in (torch.topk, Tensor.topk):
@@ -160,26 +161,26 @@ class Choosing(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Trial:
-    """A module and the arguments to run it with, by its own code and by fused code."""
+    """A module and its arguments, to run it with the original implementation and fused code."""
 
     module: nn.Module
     call: Call
     process: Process
     mixes_tokens: bool
-    errors: list[float] | None = field(default_factory=list)  # None: outputs alone are compared
+    errors: list[float] | None = field(default_factory=list)  # None: only outputs are compared
 
     def run(
         self, code: Forward, call: Call | None = None, choices: Choices | None = None
     ) -> Result:
         """Return output and gradients of a forward call, for one random gradient of its output.
 
-        `code` is a forward method, and `call` are its arguments if they are not those of the
-        module's own. `choices` of another run are made again: rounding sends a token to another
-        expert, which is no difference of the code that is compared.
+        `code` is a forward method, and `call` are its arguments if they differ from the original
+        ones. `choices` of another run are reused: rounding can send a token to another expert,
+        which is not a difference in the compared code.
 
         The gradients are those of the input and of the trained parameters. If a module mixes
-        tokens, those of the input for the last token of each row alone tell which tokens reach it:
-        where they are zero, to the bit, in any dtype.
+        tokens, a second gradient of the input is computed, only from the last token of each row. It
+        is zero, to the bit and in any dtype, for tokens that do not reach the last one.
         """
         call, inputs = _with_gradients(call or self.call)
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
@@ -209,9 +210,9 @@ class Trial:
         return result
 
     def run_in_float32(self, code: Forward, choices: Choices) -> Result | None:
-        """Return the same of a float32 copy of the module, with the code of its classes alone.
+        """Return the result of a float32 copy of the module, with nothing in it fused.
 
-        None if it does not run in float32 or in the memory there is.
+        Return None if it does not run in float32.
         """
         call = tree_map_only(
             Tensor, lambda value: value.float() if _is_floating(value) else value, self.call
@@ -220,10 +221,10 @@ class Trial:
         try:
             module = in_float32(shallow_copy(self.module))
             for child in module.modules():
-                vars(child).pop("forward", None)  # of parts that are fused already
+                vars(child).pop("forward", None)  # set on parts that are already fused
             trial = replace(self, module=module, call=call, process=process)
             return trial.run(code, choices=choices)
-        except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of the code
+        except torch.OutOfMemoryError:  # a RuntimeError that has nothing to do with the code
             raise
         except MISFITS as error:
             logger.debug("%s in float32: %s", type(self.module).__name__, error)
