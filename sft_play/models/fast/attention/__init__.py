@@ -1,1 +1,1 @@
-"""Attention without masks, of whole rows and of packed documents."""
+"""Attention without masks, over full rows or packed documents."""

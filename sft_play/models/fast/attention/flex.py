@@ -1,10 +1,10 @@
 """Attention with torch's flex_attention, for scores that no other kernel computes.
 
-The tokens that a token sees lie side by side: from the beginning of its document, or of its
-window, up to itself. So the blocks of keys that a block of queries needs are a range, which follows
-from the boundaries without a mask of all pairs: 4 MiB of indices at 131,072 tokens.
+A token attends to a contiguous range: from the start of its document or window up to itself. A
+block of queries therefore needs a range of key blocks. The range is computed from the boundaries,
+without a mask of all pairs: 4 MiB of indices at 131,072 tokens.
 
-flex_attention is compiled on a GPU. Elsewhere it holds all scores, and has no backward pass.
+flex_attention is compiled on a GPU. Elsewhere it stores all scores, and has no backward pass.
 
 Legend: N tokens, Q blocks of BLOCK tokens, H query heads, K key and value heads, D features of a
 head of queries and keys, V of values.
@@ -24,7 +24,7 @@ from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.documents import Documents
 
 BLOCK = 128  # tokens
-SHAPES = 64  # that torch compiles before it gives up: few widths, kinds of layers and modes
+SHAPES = 64  # recompile limit of torch: there are few widths, kinds of layers and modes
 
 # boundaries: (tokens, window): mask. All layers of a step share them.
 _MASKS: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -40,7 +40,7 @@ def attend_flex(
         return cap * torch.tanh(score / cap)
 
     tokens = len(query)
-    # for fewer tokens than a block torch would take its kernel for decoding, which has no blocks
+    # with fewer tokens than a block, torch would use its decoding kernel, which has no blocks
     width = max(BLOCK, padded_width(tokens))
     heads_first = []
     for tensor in (query, key, value):
@@ -65,7 +65,7 @@ def attend_flex(
 
 
 def _with_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
-    """Give each head's sink its share: out (1, H, N, V), log_sums (1, H, N), sinks (H,)."""
+    """Return out (1, H, N, V) scaled for sinks (H,), with log_sums (1, H, N)."""
     share_of_tokens = torch.sigmoid(log_sums - sinks.to(log_sums.dtype)[:, None])
     return out * share_of_tokens[..., None].to(out.dtype)
 
@@ -87,12 +87,12 @@ def _block_mask(documents: Documents, tokens: int, window: int | None) -> BlockM
 def make_block_mask(boundaries: Tensor, tokens: int, window: int | None) -> BlockMask:
     """Return the mask of causal attention within documents, and within a window of tokens.
 
-    boundaries (documents + 1,) begin at 0; tokens behind their end are a document of their own.
+    boundaries (documents + 1,) begin at 0; tokens after the last one form a separate document.
     """
     device = boundaries.device
     position = torch.arange(tokens, device=device)
     document = torch.searchsorted(boundaries, position, right=True) - 1
-    first = boundaries[document]  # that each token sees, (N,)
+    first = boundaries[document]  # (N,): the first token that each token attends to
     if window is not None:
         first = torch.maximum(first, position - window + 1)
     first = first.int()
@@ -100,12 +100,12 @@ def make_block_mask(boundaries: Tensor, tokens: int, window: int | None) -> Bloc
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= first[query])
 
-    # `first` never falls: a block's first query sees the earliest key, its last query the latest
+    # `first` never decreases: a block's first query has the earliest first key, its last the latest
     begins = torch.arange(0, tokens, BLOCK, device=device)
     last = (begins + BLOCK - 1).clamp(max=tokens - 1)
-    own = begins // BLOCK  # (Q,), the block of keys at the block's own tokens
+    own = begins // BLOCK  # (Q,), the key block with the same tokens as the query block
     earliest = first[begins] // BLOCK
-    # from here up to its own block, every query of the block sees every key
+    # from here up to its own block, every query of the block attends to every key
     full_from = torch.minimum((first[last] + BLOCK - 1) // BLOCK, own)
     full = own - full_from
     partial = full_from - earliest + 1  # its own block, and those before the full ones
@@ -126,5 +126,5 @@ def make_block_mask(boundaries: Tensor, tokens: int, window: int | None) -> Bloc
 
 
 def _of_all_heads(blocks: Tensor) -> Tensor:
-    """Add the dimensions of batch and heads, as int32."""
+    """Return blocks as int32, with dimensions for batch and heads."""
     return blocks.int()[None, None].contiguous()

@@ -1,13 +1,13 @@
-"""Attention for batches without a mask, and our attention under the modules of transformers.
+"""Attention for batches without a mask, and SFT-Play's attention in modules of transformers.
 
-Modules that get `documents.UNMASKED` attend without a mask; otherwise, as in
-evaluation, in generation and with a cache, they run the code of their class. Modules like Llama's
-have `attention_forward` as their forward method.
+Modules that get `documents.UNMASKED` attend without a mask. Otherwise (in evaluation, in generation
+and with a cache) they run the original implementation. Modules like Llama's get `attention_forward`
+as their forward method.
 
-Others keep projections, norms and positions: they look up the function that mixes values by the
-name in their config (AttentionInterface). Ours are registered there as `sft_play_over_<own>`. Given
-any other mask they call the function that the model had before. The mask function of `own` is
-registered by the same name, so that masks are made as before.
+Other modules keep their projections, norms and positions. They look up their attention function by
+the name in their config (AttentionInterface). SFT-Play's functions are registered there as
+`sft_play_over_<own>`. With any mask but UNMASKED, these call the model's previous function. The
+mask function of `own` is registered by the same name, so that masks are created as before.
 
 Legend: B rows, T tokens of a row, H query heads, K key and value heads, D features of a head.
 """
@@ -67,7 +67,7 @@ def attention_forward(
             **kwargs,
         )
     query, key, value = _project(self, hidden_states)
-    kind: AttentionKind = self.attention_kind  # set if this method is installed
+    kind: AttentionKind = self.attention_kind  # set when this method is installed
     has_norms = hasattr(self, "q_norm")
     if has_norms and kind.norms_all_heads:
         query, key = self.q_norm(query), self.k_norm(key)
@@ -78,7 +78,7 @@ def attention_forward(
     if kind.rotates:
         query, key = apply_rotary(query, key, *position_embeddings)
     scoring = Scoring(self.scaling, _window(self))
-    documents = self.packed_documents.on(query.device)  # set if attention is installed
+    documents = self.packed_documents.on(query.device)  # set when attention is installed
     mixed = attend(query, key, value, scoring, documents)
     if attention_mask is not UNMASKED:
         mixed = with_image_rows(mixed, (query, key, value), scoring, attention_mask)
@@ -87,7 +87,7 @@ def attention_forward(
 
 
 def projections(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the linears of queries, keys and values, or in Phi 3 the one that computes all."""
+    """Return the linears of queries, keys and values, or the one for all three (Phi 3)."""
     if hasattr(module, "qkv_proj"):
         return (module.qkv_proj,)
     return (module.q_proj, module.k_proj, module.v_proj)
@@ -109,29 +109,29 @@ def _run_linears(module: nn.Module, x: Tensor, linears: LinearGroup) -> tuple[Te
 
 
 def _window(module: nn.Module) -> int | None:
-    """Return how many tokens a token attends to, itself included; None for all before it."""
+    """Return how many tokens a token attends to, including itself; None for all before it."""
     if hasattr(module, "sliding_window"):
         return module.sliding_window
     if not _reads_window(type(module)):
-        return None  # a class that gives windows to some layers, and not to this one
+        return None  # other layers of this class have windows, but this one does not
     return getattr(module.config, "sliding_window", None)
 
 
 @cache
 def _reads_window(module_class: type[nn.Module]) -> bool:
-    """Return whether the code of a class names a window."""
+    """Return whether the forward method of a class reads a window."""
     code = inspect.unwrap(module_class.forward).__code__
     return "sliding_window" in code.co_consts + code.co_names
 
 
 PREFIX = "sft_play_over_"
-IMPLEMENTATIONS = ("sdpa", "eager")  # that ours may replace
+IMPLEMENTATIONS = ("sdpa", "eager")  # those that SFT-Play may replace
 # Tensors that change what attention computes, by transformers' keywords; not a complete list
 FOREIGN = ("position_bias", "indices", "block_indices", "head_mask", "encoder_hidden_states")
 
 
 def implementations(decoder: nn.Module) -> list[tuple[PretrainedConfig, str | None]]:
-    """Return the configs that the modules of a decoder read, and the attention that each names."""
+    """Return the configs that a decoder's modules read, and the attention that each names."""
     configs = {}
     for module in decoder.modules():
         config = getattr(module, "config", None)
@@ -141,9 +141,9 @@ def implementations(decoder: nn.Module) -> list[tuple[PretrainedConfig, str | No
 
 
 def use_interface(decoder: nn.Module) -> None:
-    """Let the attention modules of a decoder call ours if they get UNMASKED.
+    """Make a decoder's attention modules call SFT-Play's attention if they get UNMASKED.
 
-    Raises: ValueError if they have an attention that ours does not replace.
+    Raises: ValueError if they use an attention that cannot be replaced.
     """
     for config, own in implementations(decoder):
         if own is None or own.startswith(PREFIX):
@@ -154,9 +154,10 @@ def use_interface(decoder: nn.Module) -> None:
 
 
 def keep_soft_caps(model: PreTrainedModel) -> None:
-    """Let a model whose scores have a soft cap compute it: transformers' sdpa leaves it out.
+    """Make a model apply the soft cap of its scores, which transformers' sdpa ignores.
 
-    Its own eager function does then, in training and evaluation, wherever no fused kernel does.
+    The model's eager function then computes it, in training and evaluation, if no fused kernel
+    does.
     """
     config = model.config.get_text_config()
     cap = getattr(config, "attn_logit_softcapping", None)
@@ -175,7 +176,7 @@ def remove_mask(
 ) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of a decoder: replace the mask of batches that need none.
 
-    Those are batches with document boundaries, and training batches of unpacked rows, whose padding
+    These are batches with document boundaries, and training batches of unpacked rows, whose padding
     is on the right.
     """
     is_packed = named_documents(kwargs) is not None
@@ -184,10 +185,10 @@ def remove_mask(
     is_made = isinstance(given, dict) or (isinstance(given, Tensor) and given.dim() == 4)
     sees_ahead = is_made and watched is not None and watched.has_images
     if sees_ahead and not (is_packed and watched.batch.image_blocks):
-        return None  # the model's own mask says what its images see
+        return None  # the model's own mask defines what image tokens attend to
     # a training batch with position ids but without boundaries is packed and needs its mask
     is_plain_step = is_training(module) and kwargs.get("position_ids") is None
-    # the second is its name in newer versions
+    # newer versions use the second name
     cache = kwargs.get("past_key_values", kwargs.get("cache"))
     if cache is not None or not (is_packed or is_plain_step):
         return None
@@ -200,8 +201,8 @@ def mask_chunks(
 ) -> tuple[tuple, dict[str, Any]] | None:
     """Forward pre-hook of a decoder with chunks: mask longer packed rows by document.
 
-    transformers cuts chunks by the place in the row. A causal mask of positions that begin again at
-    each chunk keeps the chunks of each document apart, as documents are.
+    transformers cuts chunks by the position in the row. Here positions restart at each chunk of a
+    document. A causal mask of these positions separates chunks in the same way as documents.
     """
     positions = kwargs.get("position_ids")
     size = decoder.config.attention_chunk_size
@@ -209,7 +210,7 @@ def mask_chunks(
         return None
     if any(kwargs.get(name) is not None for name in ("attention_mask", "past_key_values")):
         return None
-    # shape, type and device are read of the embeddings
+    # only shape, dtype and device of the embeddings are read
     embeddings = positions.new_empty((*positions.shape, 0), dtype=decoder.dtype)
     masks = {}
     for kind, begun in (("full_attention", positions), ("chunked_attention", positions % size)):
@@ -219,7 +220,7 @@ def mask_chunks(
 
 @functools.cache
 def _registered(own: str) -> str:
-    """Register our attention over one of transformers'; return its name."""
+    """Register SFT-Play's attention in place of one of transformers'; return its name."""
     name = PREFIX + own
     function = functools.partial(attention_interface_forward, own=own)
     AttentionInterface.register(name, function)
@@ -236,7 +237,7 @@ def attention_interface_forward(
     own: str,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output (B, T, H, V) of attention, and weights if the model's own returns them.
+    """Return attention's output (B, T, H, V), and weights if the model's function returns them.
 
     query (B, H, T, D), key (B, K, T, D) and value (B, K, T, V), as transformers passes them.
     """
@@ -268,7 +269,8 @@ def attention_interface_forward(
 def _own_function(module: nn.Module, own: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
     """Return the model's own attention function.
 
-    transformers' sdpa leaves out soft caps without a word: there it is the eager one.
+    If scores have a soft cap, this is the eager function: transformers' sdpa silently ignores
+    it.
     """
     if own == "eager" or kwargs.get("softcap") is not None:
         return sys.modules[type(module).__module__].eager_attention_forward
@@ -276,9 +278,9 @@ def _own_function(module: nn.Module, own: str, kwargs: dict[str, Any]) -> Callab
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor:
-    """Return a mask of sdpa, (B, 1, T, keys) bool or none if causal, as eager attention adds it.
+    """Return a mask of sdpa in the additive form of eager attention.
 
-    Additive masks are returned as they are.
+    The given mask is (B, 1, T, keys) bool, or None if causal. Additive masks are not changed.
     """
     if mask is None:
         tokens, keys = query.shape[2], key.shape[2]

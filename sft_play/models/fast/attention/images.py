@@ -1,11 +1,11 @@
-"""Attention of images that are read in both directions, as Gemma's are.
+"""Bidirectional attention within images, e.g. in Gemma.
 
-Attention without a mask is causal. The model makes its own mask, in which the tokens of an image
-see each other; of that mask the rows of images are kept, and these rows are computed again. What a
-token of text sees is not changed by it.
+Attention without a mask is causal. In the model's own mask, the tokens of an image attend to each
+other. Only that mask's rows of image tokens are stored, and attention is recomputed for these rows.
+The result of text tokens does not change.
 
-Legend: B rows, T tokens of a row, I images, Q tokens of the longest, S tokens that it sees, H query
-heads, K key and value heads, D features of a head.
+Legend: B rows, T tokens per row, I images, Q tokens of the longest image, S tokens that it attends
+to, H query heads, K key and value heads, D features per head.
 """
 
 from collections.abc import Sequence
@@ -18,28 +18,29 @@ from torch.nn import functional
 from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.documents import UNMASKED, ImageBlock
 
-ALIGNED = 8  # of a mask's rows, for torch's memory-efficient kernel
-ROWS = "image_rows"  # attribute of a mask that stands for UNMASKED
+ALIGNED = 8  # a mask's rows are multiples of this, for torch's memory-efficient kernel
+ROWS = "image_rows"  # attribute of an UNMASKED mask with images
 
 
 @dataclass(frozen=True)
 class ImageRows:
-    """What the tokens of images see, by indices in the flattened rows."""
+    """The tokens that image tokens attend to, as indices in the flattened rows."""
 
     queries: Tensor  # (I, Q): tokens of each image, the last one repeated
-    keys: Tensor  # (I, S): from the begin of its document to its end, the last one repeated
+    keys: Tensor  # (I, S): from its document's start to the image's end, the last one repeated
     seen: Tensor  # (I, 1, Q, S) bool
     places: Tensor  # of the tokens of all images
-    kept: Tensor  # where each of those is in the flattened queries
+    kept: Tensor  # the index of each of those in the flattened queries
 
 
 Masks = Tensor | None | dict[str, Tensor | None]
 
 
 def image_masks(masks: Masks, blocks: Sequence[ImageBlock]) -> Tensor | dict[str, Tensor]:
-    """Return in place of the model's masks, (B, 1, T, T) bool, UNMASKED with the rows of images.
+    """Return UNMASKED with the rows of images, in place of a model's masks (B, 1, T, T) bool.
 
-    Masks may be several, by the kind of layer. One that is None is causal, and becomes UNMASKED.
+    There may be several masks, by kind of layer. A mask that is None is causal, and becomes
+    UNMASKED.
     """
     if isinstance(masks, dict):
         return {kind: image_masks(mask, blocks) for kind, mask in masks.items()}
@@ -62,7 +63,7 @@ def _rows_of(mask: Tensor, blocks: Sequence[ImageBlock]) -> ImageRows:
     rows = (queries[:, :1] // tokens)[..., None].to(device)
     queries, keys = queries.to(device), keys.to(device)
     seen = mask[rows, 0, (queries % tokens)[:, :, None], (keys % tokens)[:, None]]
-    if seen.dtype != torch.bool:  # added to the scores
+    if seen.dtype != torch.bool:  # an additive mask
         seen = seen == 0
     seen = seen & torch.stack(are_own).to(device)[:, None]
     return ImageRows(queries, keys, seen[:, None], places, kept.to(device))
@@ -77,11 +78,11 @@ def _padded(ranges: Sequence[range]) -> Tensor:
 def with_image_rows(
     mixed: Tensor, inputs: Sequence[Tensor], scoring: Scoring, mask: Tensor
 ) -> Tensor:
-    """Return causal attention (B, T, H, D) with the rows of images as the mask has them.
+    """Return causal attention (B, T, H, D), with the rows of images as defined by the mask.
 
     `inputs` are query (B, T, H, D), key (B, T, K, D) and value.
 
-    Raises: ValueError for scores with a cap or sinks, which no model with such images has.
+    Raises: ValueError for scores with a cap or sinks. No model with bidirectional images has them.
     """
     rows: ImageRows | None = getattr(mask, ROWS, None)
     if rows is None:
@@ -94,7 +95,7 @@ def with_image_rows(
         tensor[places].transpose(1, 2)
         for tensor, places in ((query, rows.queries), (key, rows.keys), (value, rows.keys))
     )
-    if query.shape[1] != key.shape[1]:  # no fused kernel takes a mask and shared keys
+    if query.shape[1] != key.shape[1]:  # no fused kernel accepts both a mask and shared keys
         shared = query.shape[1] // key.shape[1]
         key, value = (each.repeat_interleave(shared, dim=1) for each in (key, value))
     found = functional.scaled_dot_product_attention(

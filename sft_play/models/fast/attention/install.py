@@ -1,6 +1,6 @@
 """Find the attention modules of a decoder, and install attention without masks on them.
 
-Packed documents may lie in one long row if no module counts the tokens before them in its row.
+Documents may be packed into one long row if no module counts the preceding tokens of a row.
 """
 
 import inspect
@@ -32,27 +32,28 @@ from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
 from sft_play.models.fast.trial import own_code
 from sft_play.plan.fast import MIN_CAPABILITY, has_liger
 
-UNREAD = "the mask is for attention alone"  # in the record of proofs
+UNREAD = "the mask is for attention alone"  # name in the record of proofs
 
 
 def install_attention(setup: TrainingSetup) -> int:
-    """Install attention without masks and, if it is like Llama's, with rotary and projections.
+    """Install attention without masks; return the number of modules.
 
-    Other modules keep their own code around the attention function. A module that needs a mask
-    would not get one, so either all modules are fused or none.
+    Modules like Llama's are fused with rotary embeddings and projections. Others keep their
+    original implementation except for the attention function. A module that needs a mask would not
+    get one, so either all modules are fused or none.
     """
     before = implementations(setup.decoder)
     try:
         return _install(setup)
     except Unsupported:
-        # DeepSeek V3.2 would leave its choice of tokens to a kernel of another name than sdpa
+        # unless its attention is named sdpa, DeepSeek V3.2 leaves token selection to the kernel
         for config, own in before:
             config._attn_implementation = own
         raise
 
 
 def _install(setup: TrainingSetup) -> int:
-    """Install attention, or raise Unsupported."""
+    """Install attention and return the number of modules, or raise Unsupported."""
     _check_attention_kernels(setup)
     modules = [module for module in setup.decoder.modules() if calls_attention_interface(module)]
     if not modules:
@@ -67,7 +68,7 @@ def _install(setup: TrainingSetup) -> int:
     hook = setup.decoder.register_forward_pre_hook(
         remove_mask,
         prepend=True,
-        with_kwargs=True,  # before masks are made
+        with_kwargs=True,  # prepended: it runs before masks are created
     )
     reason = _why_mask_is_read(setup)
     if reason is not None:
@@ -81,23 +82,23 @@ def _install(setup: TrainingSetup) -> int:
 
 
 def _why_mask_is_read(setup: TrainingSetup) -> str | None:
-    """Return what a decoder does with a mask besides attention, None if nothing.
+    """Return how a decoder uses a mask outside of attention; None if it does not.
 
-    OPT counts the positions of padded rows from it, which UNMASKED has no tokens for.
+    OPT computes the positions of padded rows from the mask, but UNMASKED contains no tokens.
     """
     if not setup.has_values or UNREAD in setup.proved:
         return None
     decoder = setup.decoder
     inputs = setup.proof_inputs
     call = inputs.samples[inputs.kinds[decoder]].calls[PLAIN]
-    # a long window's worth of activations of all layers took 77 GiB of a 27B
+    # for a long window, the activations of all layers of a 27B model needed 77 GiB
     ids = call.kwargs["input_ids"][:, : LENGTHS[-1]]
     padded = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     with as_it_was(decoder, setup.process.device), setup.process.autocast(), torch.enable_grad():
         decoder.train()
         try:
             decoder(*call.args, **{**call.kwargs, **padded})
-        except torch.OutOfMemoryError:  # a RuntimeError, which says nothing of masks
+        except torch.OutOfMemoryError:  # a RuntimeError that has nothing to do with masks
             raise
         except (RuntimeError, ValueError, IndexError):
             return f"{type(decoder).__name__} reads the mask itself"
@@ -106,7 +107,7 @@ def _why_mask_is_read(setup: TrainingSetup) -> str | None:
 
 
 def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.Module]:
-    """Return the modules that `attention_forward` computes as a whole."""
+    """Return the modules that `attention_forward` computes completely."""
     kinds = {module: attention_kind_of(module) for module in modules}
     alike = {module: kind for module, kind in kinds.items() if kind is not None}
     for module, kind in alike.items():
@@ -120,16 +121,16 @@ def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.
 
 
 def bind_attention(module: nn.Module, kind: AttentionKind) -> None:
-    """Set what `attention_forward` reads of an attention module."""
+    """Set the attributes that `attention_forward` reads from an attention module."""
     module.attention_kind = kind
     module.input_linears = LinearGroup(*projections(module))
     module.output_linear = LinearGroup(module.o_proj)
 
 
 def _use_interface(setup: TrainingSetup, modules: list[nn.Module]) -> None:
-    """Let modules call our attention function if transformers would call another.
+    """Make modules call SFT-Play's attention function instead of transformers'.
 
-    Raises: Unsupported unless each then computes the same without its mask.
+    Raises: Unsupported unless each module then computes the same without its mask.
     """
     if setup.has_packed_parts:
         name = type(modules[0]).__name__
@@ -144,9 +145,9 @@ def _use_interface(setup: TrainingSetup, modules: list[nn.Module]) -> None:
 
 
 def _check_attention(module: nn.Module) -> None:
-    """Raise Unsupported if no fused attention computes what a module asks for."""
+    """Raise Unsupported if no fused attention computes what a module needs."""
     dropouts = [child.p for child in module.children() if isinstance(child, nn.Dropout)]
-    own = getattr(module, "attention_dropout", 0.0)  # of Persimmon a module, as its children are
+    own = getattr(module, "attention_dropout", 0.0)  # a module in Persimmon, like its children
     dropout = max(0.0 if isinstance(own, nn.Module) else own, *dropouts, 0.0)
     if dropout:
         raise Unsupported(f"the model's attention has a dropout of {dropout}")
@@ -157,9 +158,9 @@ def _check_attention(module: nn.Module) -> None:
 def unmasked_call(
     modules: Iterable[nn.Module], setup: TrainingSetup
 ) -> Callable[[Call, str], Call]:
-    """Let attention modules see the documents of a batch, which their own code has a mask for.
+    """Make attention modules read the batch's documents, which the original gets as a mask.
 
-    Return how their fused code is called in a proof.
+    Return the function that prepares the call of their fused code in a proof.
     """
     packed = watch_documents(setup.base, setup.decoder)
     for module in modules:
@@ -188,33 +189,33 @@ def _check_attention_kernels(setup: TrainingSetup) -> None:
         raise Unsupported("liger-kernel is not installed")
 
 
-COUNTING = {"arange", "cumsum"}  # what makes the numbers of a row's tokens
+COUNTING = {"arange", "cumsum"}  # functions that number the tokens of a row
 
 
 def reads_rows(decoder: nn.Module) -> bool:
-    """Return whether an attention module may count tokens from the begin of a row.
+    """Return whether an attention module may count tokens from the start of a row.
 
-    Llama 4 scales queries by that count, from 8,192 on.
+    Llama 4 scales queries by that count, from 8,192 tokens on.
     """
     modules = (module for module in decoder.modules() if calls_attention_interface(module))
     return any(counts_tokens(module) for module in modules)
 
 
 def scales_by_place(module: nn.Module, longest_row: int | None) -> bool:
-    """Return whether an attention module scales queries by their place in rows of this length."""
+    """Return whether an attention module scales queries by position in rows of this length."""
     if not getattr(module, "attn_temperature_tuning", False) or not counts_tokens(module):
         return False
     return longest_row is None or longest_row > module.floor_scale
 
 
 def counts_tokens(module: nn.Module) -> bool:
-    """Return whether the code of a module's class makes numbers for the tokens of a row.
+    """Return whether the code of a module's class numbers the tokens of a row.
 
-    Classes that it inherits from, and functions that the code calls, count as its code.
+    Its code includes base classes and the functions that it calls.
     """
     classes = [one for one in type(module).__mro__ if one not in nn.Module.__mro__]
     members = [member for one in classes for member in vars(one).values()]
-    methods = [getattr(member, "__func__", member) for member in members]  # static ones, too
+    methods = [getattr(member, "__func__", member) for member in members]  # also of static methods
     waiting = [inspect.unwrap(method) for method in methods if inspect.isfunction(method)]
     seen: set[Any] = set()
     while waiting:
@@ -231,6 +232,6 @@ def counts_tokens(module: nn.Module) -> bool:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Return the names that code reads, with those of functions that are written inside it."""
+    """Return the names that code reads, including those in nested functions."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*map(_names_in, inner))

@@ -1,11 +1,11 @@
-"""Causal attention without a mask: which kernel computes it. Plain torch elsewhere than on a GPU.
+"""Causal attention without a mask: the choice of a kernel on a GPU, and plain torch elsewhere.
 
-    softmax(cap(scale * q k^T)) v,  where a token attends to its own document up to itself
+    softmax(cap(scale * q k^T)) v;  a token attends to the tokens of its document up to itself
 
 On a GPU:
-- whole rows: torch's scaled_dot_product_attention
+- full rows: torch's scaled_dot_product_attention
 - documents, windows: torch's variable-length flash attention; sinks are added to its softmax
-- values of another size than keys: flash attention, padded with zeros
+- values and keys of different size: flash attention, padded with zeros
 - heads above 256 features: torch's memory-efficient kernel
 - soft caps, and windows or sinks of heads above 256 features: flex_attention, compiled
 
@@ -36,10 +36,10 @@ from sft_play.models.fast.attention.reference import (
 from sft_play.models.fast.documents import Documents
 from sft_play.models.fast.setup import Gradients, to_compute_dtype
 
-LARGEST_FLASH_HEAD = 256  # features of a head that flash attention takes
-FLASH_HEAD_STEP = 8  # and their number is a multiple of this
-MAX_ELEMENTS = 2**31  # of queries in a kernel's call: some index with 32 bits
-VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)  # of this torch
+LARGEST_FLASH_HEAD = 256  # features per head that flash attention supports, at most
+FLASH_HEAD_STEP = 8  # the number of features per head is a multiple of this
+MAX_ELEMENTS = 2**31  # of queries per kernel call: some kernels index with 32 bits
+VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)  # of the installed torch
 CAUSAL = 1  # custom_mask_type of torch's memory-efficient kernel
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Scoring, Documents], Tensor]
@@ -85,7 +85,7 @@ def attend(
 def _attend_shared(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
 ) -> Tensor:
-    """Attend to whole rows, of which each rank has a part of the tokens."""
+    """Return attention over full rows when each rank has a part of the tokens."""
     context = documents.context
     heads = [context.heads(tensor) for tensor in (query, key, value)]
     scoring = replace(scoring, sinks=context.own_heads(scoring.sinks))
@@ -95,7 +95,7 @@ def _attend_shared(
 def _attend_by_heads(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents | None
 ) -> Tensor:
-    """Attend with half of the heads, then with the others."""
+    """Return attention computed with half of the heads, then with the other half."""
     half = key.shape[2] // 2
     groups = query.shape[2] // key.shape[2]
     outputs = []
@@ -109,7 +109,7 @@ def _attend_by_heads(
 
 
 def _are_whole_rows_enough(query: Tensor, value: Tensor, scoring: Scoring) -> bool:
-    """Return whether scaled_dot_product_attention has a fast kernel for this."""
+    """Return whether scaled_dot_product_attention has a fast kernel for these inputs."""
     if not scoring.is_plain:
         return False
     if not query.is_cuda:
@@ -129,14 +129,14 @@ def _gpu_kernel(query: Tensor, scoring: Scoring) -> Kernel:
 def _attend_by_document(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
 ) -> Tensor:
-    """Attend document by document: the reference for the kernels, with their shapes.
+    """Return attention document by document: the reference for the kernels, with their shapes.
 
     query (N, H, D), key (N, K, D), value (N, K, V); the output is (N, H, V).
     """
     if traced_gpu.is_on:
         padded = padded_to_one_size(query, key, value)
         return AllocatedFlashAttention.apply(*padded, None)[..., : value.shape[-1]]
-    if isinstance(query, FakeTensor):  # the rows of a traced step are whole documents
+    if isinstance(query, FakeTensor):  # in a traced step, each row is one document
         whole, rest = divmod(len(query), documents.longest)
         lengths = [documents.longest] * whole + [rest] * bool(rest)
     else:
@@ -147,7 +147,7 @@ def _attend_by_document(
 def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
 ) -> Tensor:
-    """Attend with torch's variable-length flash attention, in 16 bits."""
+    """Return attention by torch's variable-length flash attention, in 16 bits."""
     features = value.shape[-1]
     query, key, value = padded_to_one_size(query, key, value)
     compute = attend_torch_varlen if scoring.sinks is None else attend_with_sinks
@@ -157,22 +157,22 @@ def _attend_varlen(
 def attend_torch_varlen(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
 ) -> Tensor:
-    """Attend with torch's kernel (N, H, D), which takes neither sinks nor soft caps."""
+    """Return attention (N, H, D) by torch's kernel, which has no sinks and no soft caps."""
     window = scoring.window
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in VARLEN_OPTIONS:  # a torch without the option groups query heads by itself
+    if "enable_gqa" in VARLEN_OPTIONS:  # without this option, torch groups query heads itself
         options["enable_gqa"] = key.shape[1] != query.shape[1]
     if "scale" in VARLEN_OPTIONS:
         options["scale"] = scoring.scale
-    else:  # the kernel's own scale is 1 / sqrt(D)
+    else:  # the kernel's scale is always 1 / sqrt(D)
         query = query * (scoring.scale * query.shape[-1] ** 0.5)
     return varlen_attn(query, key, value, *_lengths(documents), **options)
 
 
 def padded_to_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pad features with zeros to one size that flash attention takes.
+    """Return the inputs, with features padded with zeros to one size that flash attention supports.
 
-    Zeros change no score, and give zeros if values are padded.
+    Zeros do not change scores. Padded values only add zeros to the output.
     """
     widest = max(query.shape[-1], value.shape[-1])
     features = -(-widest // FLASH_HEAD_STEP) * FLASH_HEAD_STEP
@@ -186,7 +186,7 @@ def padded_to_one_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
 def _attend_efficient(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents
 ) -> Tensor:
-    """Attend with torch's memory-efficient kernel, which takes heads of any size."""
+    """Return attention by torch's memory-efficient kernel, which supports heads of any size."""
     groups = query.shape[1] // key.shape[1]
     out, *_ = torch.ops.aten._efficient_attention_forward(
         query[None],
@@ -203,7 +203,7 @@ def _attend_efficient(
 
 
 def _in_16_bits(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast to the dtype of autocast, which does not know these kernels.
+    """Return the inputs in autocast's dtype; autocast does not cast for these kernels.
 
     Norms of queries and keys with float32 weights return float32, and so does DoRA.
     """
@@ -228,12 +228,12 @@ def attend_with_sinks(
 class SinkAttention(torch.autograd.Function):
     """Flash attention, with the sinks' share added after forward and before backward.
 
-    A sink is one logit of each head that takes part in the softmax without a value:
+    A sink is one logit per head that is part of the softmax but has no value:
 
         p_ij = exp(s_ij) / (sum_j exp(s_ij) + exp(sink)),  o_i = sum_j p_ij v_j
 
-    Flash attention knows no sinks, and needs none. It returns the output o and, of each query, the
-    log of the sum of exponentials lse. With sinks they are
+    Flash attention does not support sinks, and does not have to. It returns the output o and, per
+    query, the log of the sum of exponentials lse. With sinks they are
         lse' = log(exp(lse) + exp(sink)),  o' = o exp(lse - lse').
     Its backward pass computes p from lse, and delta_i = do_i o_i from the output. Given lse' and o'
     instead, it returns the gradients of queries, keys and values with sinks,
@@ -286,7 +286,7 @@ def flash_forward(
         value,
         *_lengths(documents),
         0.0,  # dropout
-        scoring.window is None,  # is_causal: a window says it with its right end
+        scoring.window is None,  # is_causal: with a window, its right end makes it causal
         False,  # return_debug_mask
         **_options(scoring),
     )
@@ -320,7 +320,7 @@ def flash_backward(
 
 
 def _lengths(documents: Documents) -> tuple[Tensor, Tensor, int, int]:
-    """Return the boundaries of queries and of keys, and the longest of both."""
+    """Return the boundaries and the longest document, each for queries and for keys."""
     starts, longest = documents.boundaries, documents.longest
     return starts, starts, longest, longest
 

@@ -1,9 +1,9 @@
-"""Attention and rotary positions in plain torch: what a CPU runs, and what kernels must equal.
+"""Attention and rotary positions in plain torch: for CPUs, and the reference for kernels.
 
     (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)  over the halves of the first R features
 
-Rotary position embeddings (RoPE) are Liger's kernel on a GPU, and the formula elsewhere. In a trace
-both allocate what the kernels do.
+Rotary position embeddings (RoPE) use Liger's kernel on a GPU, and the formula elsewhere. In a
+trace, attention and RoPE allocate the same as the kernels.
 
 Legend: B rows, T tokens of a row, N tokens of all documents, H query heads, K key and value heads,
 D features of a head of queries and keys, R of them rotated, V of values.
@@ -21,31 +21,31 @@ from sft_play.models.fast.setup import Gradients
 
 @dataclass(frozen=True)
 class Scoring:
-    """How a token weighs the tokens that it attends to.
+    """How a token weights the tokens that it attends to.
 
-    softmax(cap(scale * q k^T)), where cap(s) = softcap * tanh(s / softcap). A sink takes part in
-    the softmax of its head, and has no value.
+    softmax(cap(scale * q k^T)) with cap(s) = softcap * tanh(s / softcap). A sink is part of the
+    softmax of its head, but has no value.
     """
 
     scale: float
-    window: int | None = None  # tokens that a token attends to, itself included; None for all
+    window: int | None = None  # tokens that a token attends to, including itself; None for all
     softcap: float | None = None
     sinks: Tensor | None = None  # (H,), a logit for each query head
 
     @property
     def is_plain(self) -> bool:
-        """Whether a token sees all tokens before it, without cap and sinks."""
+        """Whether a token attends to all tokens before it, without cap and sinks."""
         return self.window is None and self.softcap is None and self.sinks is None
 
     def within(self, tokens: int) -> "Scoring":
-        """Return the same for documents of at most `tokens` tokens: a longer window is none."""
+        """Return the same for documents of at most `tokens` tokens, without a longer window."""
         if self.window is None or self.window < tokens:
             return self
         return replace(self, window=None)
 
 
 def attend_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attend within rows, without mask and boundaries, as the fastest kernels require."""
+    """Return attention within rows, without mask and boundaries, for the fastest kernels."""
     is_grouped = key.shape[2] != query.shape[2]
     query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     mixed = functional.scaled_dot_product_attention(
@@ -57,7 +57,7 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tens
 def attend_lengths(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, lengths: list[int]
 ) -> Tensor:
-    """Attend within documents of these lengths.
+    """Return attention within documents of these lengths.
 
     query (N, H, D), key (N, K, D), value (N, K, V); the output is (N, H, V).
     """
@@ -70,7 +70,7 @@ def attend_lengths(
 
 
 def _attend_document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Attend within one document: query (1, T, H, D), key (1, T, K, D), value (1, T, K, V)."""
+    """Return attention in a document: query (1, T, H, D), key (1, T, K, D), value (1, T, K, V)."""
     if scoring.is_plain:
         return attend_rows(query, key, value, scoring.scale)
     tokens, heads = query.shape[1:3]
@@ -95,12 +95,12 @@ def _attend_document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return query (B, T, H, D) and key (B, T, K, D), rotated by cos and sin (B or 1, T, R).
 
-    On a GPU query and key are overwritten: nothing else may read them afterwards.
+    On a GPU, query and key are overwritten: no other code may read them afterwards.
     """
     if query.is_cuda:
         from liger_kernel.ops import LigerRopeFunction
 
-        # it takes (B, H, T, D), and transposes back to (B, T, H, D) to compute
+        # Liger expects (B, H, T, D), and transposes it back to (B, T, H, D)
         rotated_query, rotated_key = LigerRopeFunction.apply(
             query.transpose(1, 2), key.transpose(1, 2), cos, sin
         )
@@ -111,7 +111,7 @@ def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[
 
 
 def rotate_reference(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return states (B, T, H, D), their first R features rotated."""
+    """Return states (B, T, H, D) with their first R features rotated."""
     width = cos.shape[-1]
     rotated = states[..., :width]
     rest = states[..., width:]
@@ -139,9 +139,10 @@ class AllocatedRotary(torch.autograd.Function):
 class AllocatedFlashAttention(torch.autograd.Function):
     """What flash attention over (B, H, T, D), or flattened (N, H, D), allocates in a trace.
 
-    Saves queries, keys, values, its output and a float32 for each query. The memory-efficient
-    kernel also saves the mask, as an additive one in the dtype of the queries. Backward sums the
-    gradient of the queries in float32, and those of grouped keys and values for each query head.
+    Saves queries, keys, values, its output and one float32 per query. The memory-efficient kernel
+    also saves the mask, in additive form and in the dtype of the queries. Backward sums the
+    gradient of the queries in float32. Gradients of grouped keys and values are computed per query
+    head.
     """
 
     @staticmethod

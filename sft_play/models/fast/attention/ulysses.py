@@ -1,12 +1,12 @@
-"""Attention of rows that several ranks share (DeepSpeed-Ulysses, arXiv:2309.14509).
+"""Attention over rows that are sharded across ranks (DeepSpeed-Ulysses, arXiv:2309.14509).
 
-Each of the c ranks of a group has T / c tokens of every row, one part after another, and computes
-on them whatever concerns a token alone. In attention they exchange: each rank gets all tokens of
-H / c heads, attends as if it were alone, with the boundaries of whole documents, and gives back to
-each rank the outputs of its tokens. If there are fewer heads of keys and values than ranks, each
-is given to several ranks, and their gradients are added.
+Each of the c ranks in a group has T / c consecutive tokens of every row. It runs all per-token
+modules on these tokens. For attention, the ranks exchange data: each rank receives all tokens of
+H / c heads. It computes attention as on a single rank, with the boundaries of full documents, and
+sends each rank the outputs of that rank's tokens. If there are fewer key and value heads than
+ranks, each head is sent to several ranks, and their gradients are summed.
 
-Each exchange is one all-to-all; its gradient is the exchange back.
+Each exchange is one all-to-all. Its gradient is the reverse exchange.
 
 Legend: B rows, T tokens of a row, H query heads, K key and value heads, D features of a head.
 """
@@ -24,26 +24,26 @@ from sft_play.process import Process
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks that share rows; this one has the `rank`-th part of each."""
+    """The ranks that share rows; this rank has the `rank`-th part of each row."""
 
     rank: int
     size: int
-    group: Any  # torch's process group of them
+    group: Any  # their process group in torch
 
     @property
     def part(self) -> RowPart:
-        """What this rank computes of each row."""
+        """The part of each row that this rank computes."""
         return RowPart(self.rank, self.size)
 
     def add(self, x: Tensor) -> Tensor:
-        """Return the sum of a tensor without gradient over the ranks."""
+        """Return the sum of a tensor over the ranks; it is not differentiable."""
         distributed.all_reduce(x, group=self.group)
         return x
 
     def heads(self, x: Tensor) -> Tensor:
-        """Return all tokens (B, T, H / c, D) of this rank's heads, of its tokens (B, T / c, H, D).
+        """Return all tokens (B, T, H / c, D) of this rank's heads from its tokens (B, T / c, H, D).
 
-        Of fewer than c heads each is repeated.
+        With fewer than c heads, each head is repeated.
         """
         if x.shape[2] < self.size:
             x = x.repeat_interleave(self.size // x.shape[2], dim=2)
@@ -52,19 +52,19 @@ class ContextGroup:
         return received.transpose(0, 1).flatten(1, 2)
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Return the way back: this rank's tokens (B, T / c, H, D) of all (B, T, H / c, D)."""
+        """Return this rank's tokens (B, T / c, H, D) from all (B, T, H / c, D); undoes `heads`."""
         parts = x.unflatten(1, (self.size, -1)).transpose(0, 1)  # (c, B, T / c, H / c, D)
         received = _Exchange.apply(parts, self.group)
         return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def own_heads(self, x: Tensor | None) -> Tensor | None:
-        """Return the elements (H / c,) of this rank's heads, of one for each head (H,)."""
+        """Return this rank's elements (H / c,) of a tensor with one element per head (H,)."""
         return None if x is None else x.unflatten(0, (self.size, -1))[self.rank]
 
 
 @cache
 def context_group(process: Process, size: int) -> ContextGroup | None:
-    """Return the group of this rank among groups of consecutive ranks, None for groups of one.
+    """Return this rank's group of `size` consecutive ranks; None if `size` is 1.
 
     Every rank must call it.
     """
@@ -80,17 +80,17 @@ def context_group(process: Process, size: int) -> ContextGroup | None:
 
 
 class _Exchange(torch.autograd.Function):
-    """Part r of x (c, ...) goes to rank r of the group, and part r of the result comes from it."""
+    """Send part r of x (c, ...) to rank r of the group, and receive part r from it."""
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:
-        """Return the parts that the ranks have sent (c, ...)."""
+        """Return the parts (c, ...) received from the ranks."""
         ctx.group = group
         return _exchange(x, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        """Return the gradient of each part from the rank that got it."""
+        """Return the gradient of each part, received from the rank that got the part."""
         return _exchange(grad, ctx.group), None
 
 

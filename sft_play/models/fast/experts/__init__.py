@@ -1,1 +1,1 @@
-"""Mixtures of experts with their adapters."""
+"""Experts of mixture-of-experts (MoE) models, with their adapters."""

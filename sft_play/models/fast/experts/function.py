@@ -1,18 +1,18 @@
-"""Mixture of experts with LoRA as one autograd function.
+"""Experts of an MoE layer with LoRA, as one autograd function.
 
     out_n = sum_j w_nj (down_e(gate(in_e(x_n))) + b_e),  e = choice j of token n
 
 Saved for backward: x, the routing, the outputs of the inner linear (S, F), and x A^T and h A^T of
-the adapters. h is computed again, and the outputs of the experts are not needed.
-The reference is the module's own forward with PEFT's wrappers, which make the whole adapted weight
-in each pass.
+the adapters. h is recomputed, and the outputs of the experts are not needed.
+The reference is the module's own forward with PEFT's wrappers, which compute the full adapted
+weight in each pass.
 
 h = gate(y) is elementwise. `FusedGlu` is act(g) u of the two halves [g, u] of y. `ClampedGlu` is
-that of gpt-oss: features of gate and up in turn, and
+the formula of gpt-oss: features of gate and up are interleaved, and
     h = (u' + 1) g' sigmoid(alpha g'),  g' = min(g, limit),  u' = min(max(u, -limit), limit)
-`OwnGate` is any other formula, run by the module's own code.
+`OwnGate` is any other formula, computed by the module's original implementation.
 
-The gradient of a routing weight needs no output of an expert. With z = down(h) and dz = w dout,
+The gradient of a routing weight does not need an expert's output. With z = down(h), dz = w dout,
     dh = down^T dout,  dw = <dout, z> = <dh, h>,  dy = w gate'(y) dh
 
 Legend: N tokens, k experts of a token, S = N k rows, H hidden, I intermediate features, F features
@@ -47,12 +47,12 @@ GateGradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Glu:
-    """A gated linear unit: `kernels` compute it on a GPU, and a formula in torch elsewhere."""
+    """A gated linear unit: computed by `kernels` on a GPU, and by a formula in torch elsewhere."""
 
-    form: tuple[str, float, float]  # of `kernels`
+    form: tuple[str, float, float]  # `kernels.Form`
 
     def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
-        """Return h (S, I) of y (S, F); rows behind the last of `ends` (E,) may be left out."""
+        """Return h (S, I) of y (S, F); rows after the last of `ends` (E,) may be skipped."""
         if y.is_cuda:
             from sft_play.models.fast.experts import kernels  # Triton needs a GPU when imported
 
@@ -79,7 +79,7 @@ class Glu:
 
 @dataclass(frozen=True)
 class FusedGlu(Glu):
-    """act(g) u, all features of the gate before those of up."""
+    """act(g) u, with all features of gate before those of up."""
 
     activation: Activation
 
@@ -102,7 +102,7 @@ class FusedGlu(Glu):
 
 @dataclass(frozen=True)
 class ClampedGlu(Glu):
-    """(u' + 1) g' sigmoid(alpha g'), the features of gate and up in turn."""
+    """(u' + 1) g' sigmoid(alpha g'), with interleaved features of gate and up."""
 
     alpha: float
     limit: float
@@ -135,7 +135,7 @@ class ClampedGlu(Glu):
 
 @dataclass(frozen=True)
 class OwnGate:
-    """A formula of the module itself; autograd differentiates it."""
+    """The module's original formula; autograd differentiates it."""
 
     function: Callable[[Tensor], Tensor]
 
@@ -161,7 +161,8 @@ Gate = Glu | OwnGate  # the elementwise part of an expert, forward and backward
 def gate_of(experts: nn.Module, has_values: bool = True) -> Gate:
     """Return the elementwise part of an experts module of transformers.
 
-    Without values, in a trace, a formula cannot be checked and is taken for what it looks like.
+    In a trace, which has no values, a formula cannot be checked. It is then assumed from the
+    module's structure.
     """
     if not experts.has_gate:
         return OwnGate(experts.act_fn)
@@ -176,7 +177,7 @@ def gate_of(experts: nn.Module, has_values: bool = True) -> Gate:
 
 
 def _clamped_glu(experts: nn.Module) -> ClampedGlu | None:
-    """Return the gate that a module with interleaved halves and a limit may have."""
+    """Return the clamped gate that a module appears to have; None if it has no such gate."""
     alpha = getattr(experts, "alpha", None)
     limit = getattr(experts, "limit", None)
     if experts.is_concatenated or not isinstance(alpha, float) or not isinstance(limit, float):
@@ -186,14 +187,14 @@ def _clamped_glu(experts: nn.Module) -> ClampedGlu | None:
 
 @torch.no_grad()
 def _computes(experts: nn.Module, gate: ClampedGlu) -> bool:
-    """Return whether a module's own gate computes `gate`, within its limits and beyond them."""
+    """Return whether a module's gate computes the same as `gate`, inside and outside its limits."""
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(64, 16, generator=generator) * 2 * gate.limit
     return torch.allclose(experts._apply_gate(y), gate.forward(y), rtol=1e-4, atol=1e-5)
 
 
 def _row_products(a: Tensor, b: Tensor) -> Tensor:
-    """Return the products of rows (S,), in float32, of a and b (S, I)."""
+    """Return the dot products (S,), in float32, of the rows of a and b (S, I)."""
     return (a * b).sum(-1, dtype=torch.float32)
 
 
@@ -201,7 +202,7 @@ def _row_products(a: Tensor, b: Tensor) -> Tensor:
 class FrozenExperts:
     """The frozen parts of a module of experts."""
 
-    inner: ExpertLinear  # gate and up, or up alone
+    inner: ExpertLinear  # gate and up, or only up
     gate: Gate
     down: ExpertLinear
 
@@ -220,7 +221,8 @@ class LoraExpertsFunction(torch.autograd.Function):
     ) -> Tensor:
         """Return (N, H) of x (N, H) and routing weights (N, k).
 
-        `adapters` are lora_A and lora_B of the inner linear, then those of down; None without.
+        `adapters` are lora_A and lora_B of the inner linear, then those of down; None if there
+        is no adapter.
         """
         inner, down = _adapters(adapters, experts, x.dtype)
         y, xa = _project(x, experts.inner, inner, routing, of_tokens=True)
@@ -248,7 +250,7 @@ def _project(
     routing: Routing,
     of_tokens: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the linear of x (S or N, in) with its adapter, (S, out), and x A^T (S, r)."""
+    """Return the adapted linear's output (S, out) for x (S or N, in), and x A^T (S, r)."""
     xa = term = None
     if adapter is not None:
         xa = rows_times(x, adapter.a.transpose(1, 2), routing, of_tokens=of_tokens)
@@ -263,7 +265,7 @@ def _input_gradient(
     routing: Routing,
     of_tokens: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return dy W_e^T + s dU A_e (S, in) of dy (S or N, out), and dU = dy B_e^T (S, r)."""
+    """Return dy W_e^T + s dU A_e (S, in) for dy (S or N, out), and dU = dy B_e^T (S, r)."""
     du = term = None
     if adapter is not None:
         du = rows_times(dy, adapter.b.transpose(1, 2), routing, of_tokens=of_tokens)

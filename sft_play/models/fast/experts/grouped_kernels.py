@@ -1,11 +1,12 @@
-"""Triton kernels of `products`: grouped products of rows with the matrices of their experts.
+"""Triton kernels of `products`: grouped GEMMs of rows with the matrices of their experts.
 
-Imported only on a GPU. A program computes a tile of rows of one expert times a tile of columns, and
-sums in float32; rows of tokens are read where they lie. Which rows a program has stands in `tiles`,
-so nothing waits for the GPU. Rows behind the last expert belong to none, and are not written.
+Imported only on a GPU. A program multiplies a tile of rows of one expert by a tile of columns, and
+sums in float32. Rows of tokens are read in place, without sorting a copy. `tiles` contains the rows
+of each program, so the CPU never waits for the GPU. Rows after the last expert's belong to no
+expert and are not written.
 
-Weights in 4 bits are unpacked tile by tile, to the numbers that `four_bit` has. A launch may have
-some of the experts, and leaves the rows of the others as they are.
+4-bit weights are unpacked tile by tile, to the same numbers as in `four_bit`. A launch may cover
+only some experts; it does not change the rows of the others.
 
 Legend: N tokens, k experts of a token, S rows, E experts, K features that are summed over, M
 features of the result, r rank of an adapter, P and M the sides of an outer product.
@@ -22,11 +23,11 @@ from sft_play.models.fast.linears.four_bit import power_of_two, table_of
 from sft_play.models.float8.kernels import program_number
 
 SUMMED_BLOCK = 64  # features that are summed at once, and the most that share a packed scale
-STAGES = 3  # of loads ahead of the products
-MOST_RANKS = 64  # of an adapter that are multiplied at once
-SMALLEST_SIDE = 16  # of a product of Triton
-TILE_ROWS = (128, 64)  # of an expert that has more than half of them on average
-LARGE_SHARED_MEMORY = 160 << 10  # bytes of a multiprocessor, as the A100 and the H100 have
+STAGES = 3  # of the pipeline that loads ahead of tl.dot
+MOST_RANKS = 64  # ranks of an adapter multiplied at once, at most
+SMALLEST_SIDE = 16  # of a tile that tl.dot accepts
+TILE_ROWS = (128, 64)  # used if experts have more than half as many rows on average
+LARGE_SHARED_MEMORY = 160 << 10  # bytes per multiprocessor; the A100 and the H100 have this much
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def _larger(one, other):
 
 @triton.jit
 def _write_tiles(ends, tiles, experts, most, rows: tl.constexpr, block: tl.constexpr):
-    """The expert and the first row of each tile; expert -1 behind the last one. One program."""
+    """Write the expert and first row of each tile; expert -1 after the last. One program."""
     expert = tl.arange(0, block)
     inside = expert < experts
     end = tl.load(ends + expert, inside, 0)
@@ -138,7 +139,7 @@ def _product(
 
 @triton.jit
 def _add_term(total, term, expert, row, inside, column, features, ranks_block: tl.constexpr):
-    """A tile with the product of ranks (S, r) and factors (E, r, M) added."""
+    """A tile plus the matrix product of ranks (S, r) and factors (E, r, M), scaled."""
     ranks, factors, stride_expert, scale, rank = term
     for start in range(0, rank, ranks_block):
         number = start + tl.arange(0, ranks_block)
@@ -220,7 +221,7 @@ def _outer(
 
 
 def rows_of_tile(rows: int, experts: int) -> int:
-    """Return the rows that a tile of one expert has, for so many rows of all experts."""
+    """Return the number of rows per tile, for this total number of rows of all experts."""
     found = (tile for tile in TILE_ROWS if 2 * rows > tile * experts)
     return next(found, SMALLEST_SIDE)
 
@@ -249,11 +250,11 @@ def product(
     term: tuple[Tensor, Tensor, float] | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """Write the rows of `products.rows_times` to `out` (S, M): those of the experts of `weight`.
+    """Write the rows of `products.rows_times` for the experts of `weight` to `out` (S, M).
 
-    `weight` (experts, lines, ...), from `first_expert` on, has lines one behind the other;
-    lines_are_summed says that they are K and not M. `packing` are the scales of packed weights, the
-    weights of each, and their type. `choices` is k if x are tokens.
+    `weight` (experts, lines, ...) starts at `first_expert`, and its lines are contiguous. Lines are
+    K if lines_are_summed, else M. `packing` contains the scales of packed weights, the number of
+    weights per scale, and their type. `choices` is k if x are tokens.
     """
     summed, features = x.shape[1], out.shape[1]
     most = tiles.shape[1]
@@ -304,12 +305,12 @@ def outer(
 
 
 def _side(features: int, most: int) -> int:
-    """Return a side of a product for so many features."""
+    """Return the side of a tile for this number of features, at most `most`."""
     return min(most, max(SMALLEST_SIDE, triton.next_power_of_2(features)))
 
 
 def columns_of_tile(device: torch.device, tile_rows: int, is_packed: bool) -> int:
-    """Return the columns of a tile: as many as the shared memory of a GPU has room for."""
+    """Return the columns per tile: as many as fit into the GPU's shared memory."""
     if is_packed or tile_rows < max(TILE_ROWS):
         return 128
     return 256 if _shared_memory(device) >= LARGE_SHARED_MEMORY else 128

@@ -35,7 +35,7 @@ from sft_play.plan.fast import ZERO_3
 def install_experts(setup: TrainingSetup) -> int:
     """Fuse the experts of a model with their adapters; return the number of modules.
 
-    Raises: Unsupported if the model has experts, and none of them can be fused.
+    Raises: Unsupported if the model has experts but none of them can be fused.
     """
     modules = find_experts(setup.decoder)
     if not modules:
@@ -56,7 +56,7 @@ def install_experts(setup: TrainingSetup) -> int:
 def why_experts_not_fusable(module: nn.Module) -> str | None:
     """Return why experts, with or without adapters, cannot be fused; None if they can.
 
-    The hooks of 4-bit experts keep what their own code unpacks, and nothing else.
+    Hooks of 4-bit experts are ignored: they only cache what the original code unpacks.
     """
     wrappers, experts = unwrap(module)
     names = [wrapper.parameter_name for wrapper in wrappers]
@@ -92,14 +92,14 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
 
 
 def bind_gate(module: nn.Module, has_values: bool = True) -> None:
-    """Set the gate that `experts_forward` reads of experts, or of the outermost wrapper."""
+    """Set the gate that `experts_forward` reads, on the experts or their outermost wrapper."""
     module.fused_gate = gate_of(unwrap(module)[1], has_values)
 
 
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Forward method of experts: fused, or its class's own if adapters are switched off.
+    """Forward method of experts: fused, or that of the class if it cannot be fused.
 
     Shapes: hidden states (N, H), experts of each token and their weights (N, k), to (N, H).
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 from sft_play.models.fast.linears.glu import BLOCK, argument_and_slope
 from sft_play.models.float8.kernels import load_float32, program_number
 
-Form = tuple[str, float, float]  # an activation or "clamped", and alpha and limit of the latter
+Form = tuple[str, float, float]  # an activation, or "clamped"; alpha and limit, if clamped
 
 
 @triton.jit
@@ -43,14 +43,14 @@ def _sum_choices(
 
 @triton.jit
 def _is_last(row, ends, experts):
-    """Whether a row lies behind those of all experts; never without `experts`."""
+    """Whether a row comes after those of all experts; False without `experts`."""
     last = tl.load(ends + experts - 1, experts > 0, 0)
     return (experts > 0) & (row >= last)
 
 
 @triton.jit
 def _load_gate(y, row, columns, features, is_clamped: tl.constexpr):
-    """Gate and up of a row, and where they are: two halves, or in turn if they are clamped."""
+    """Gate and up of a row, and their places: two halves, or interleaved if clamped."""
     if is_clamped:
         at_gate = 2 * (row * features + columns)
         at_up = at_gate + 1

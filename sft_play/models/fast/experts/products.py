@@ -1,20 +1,21 @@
-"""Products of rows with the matrices of their experts, and with the experts' LoRA factors.
+"""Multiply rows by the matrices of their experts, and by the experts' LoRA factors.
 
     y = x W_e + b_e + s (x A_e^T) B_e        for a row x of expert e
 
-PEFT keeps the factors of all experts in two matrices (`ParamWrapper`): lora_A (E r, in) has the
-r rows of an expert one after another, lora_B (out, r E) has the columns of a rank's experts one
-after another. Here they are A (E, r, in) as it is trained, and B (E, r, out) in the dtype of the
-products. Those of an adapter that all experts share, (r, in) and (out, r), are the same memory for
-each of them, and have the sum of the experts' gradients.
+PEFT stores the factors of all experts in two matrices (`ParamWrapper`). In lora_A (E r, in), the r
+rows of an expert are contiguous. In lora_B (out, r E), the columns of all experts for one rank are
+contiguous. Here the factors are A (E, r, in) in its training dtype, and B (E, r, out) in the dtype
+of the matrix multiplications. An adapter that all experts share has (r, in) and (out, r). Its
+factors use the same memory for all experts, and their gradient is the sum over experts.
 
-On a GPU one kernel computes y (`grouped_kernels`): it reads the rows of tokens where they lie, adds
-the adapter before it rounds, and unpacks weights in 4 bits tile by tile, or a few experts at a time
-where many rows meet each. Elsewhere each expert has products of its own, which is the reference.
+On a GPU, one kernel computes y (`grouped_kernels`). It reads rows of tokens in place and adds the
+adapter before it rounds. It unpacks 4-bit weights tile by tile; if experts have many rows, a few
+experts are unpacked at a time instead. Elsewhere each expert runs separate matrix multiplications,
+which are the reference.
 
 Tokens are sorted by expert, and the results of a token's experts are summed. Nothing here waits
-for the GPU: the number of tokens of an expert stays on the device. A choice of an expert that is
-not here, on another rank, has a row behind all others, which nothing computes.
+for the GPU: the number of tokens per expert stays on the device. If the chosen expert is on another
+rank, the choice gets a row after all others, which is not computed.
 
 Legend: N tokens, k experts of a token, S = N k rows sorted by expert, E experts, H features, r rank
 of an adapter, `in` and `out` features, K features that are summed over, M those of a result.
@@ -39,26 +40,26 @@ class Routing(NamedTuple):
     order: Tensor  # (S,) int64: row i is choice order[i] % k of token order[i] // k
     rows: Tensor  # (N, k) int64: the row of each choice
     ends: Tensor  # (E,) int32: the rows of expert e end before ends[e]
-    tiles: Tensor | None  # of `grouped_kernels`, on a GPU
+    tiles: Tensor | None  # for `grouped_kernels`, on a GPU
 
     def by_row(self, per_choice: Tensor) -> Tensor:
-        """Return values of choices (N, k) as values of rows (S,)."""
+        """Return the values of choices (N, k) in the order of rows (S,)."""
         return per_choice.reshape(-1)[self.order]
 
     def by_choice(self, per_row: Tensor) -> Tensor:
-        """Return values of rows (S,) as values of choices (N, k), 0 for experts not here."""
+        """Return the values of rows (S,) per choice (N, k); 0 for experts on other ranks."""
         return torch.where(self.rows < self.ends[-1], per_row[self.rows], 0)
 
     @property
     def choices(self) -> int:
-        """Return the number of experts of a token."""
+        """Return the number of experts per token."""
         return self.rows.shape[1]
 
 
 def sort_by_expert(choices: Tensor, num_experts: int) -> Routing:
-    """Return the rows of `choices` (N, k) sorted by expert, of 0 to E - 1; E is not here.
+    """Return the rows of `choices` (N, k), sorted by expert id from 0 to E - 1.
 
-    Under expert parallelism transformers marks a choice of another rank's expert by the id E.
+    Under expert parallelism, transformers marks the choice of another rank's expert by the id E.
     """
     experts, order = torch.sort(choices.reshape(-1).to(torch.int32), stable=True)
     rows = torch.empty_like(order)
@@ -74,9 +75,9 @@ def sort_by_expert(choices: Tensor, num_experts: int) -> Routing:
 
 
 def sum_choices(values: Tensor, routing: Routing, weights: Tensor | None = None) -> Tensor:
-    """Return for each token the weighted sum (N, H) of its rows' values (S, H); weights (N, k).
+    """Return each token's weighted sum (N, H) of its rows' values (S, H); weights (N, k).
 
-    Summed in float32 and rounded once.
+    The sum is in float32 and rounded once.
     """
     if values.is_cuda:
         from sft_play.models.fast.experts import kernels  # Triton needs a GPU when it is imported
@@ -92,27 +93,27 @@ def sum_choices(values: Tensor, routing: Routing, weights: Tensor | None = None)
     return torch.where(is_here.unsqueeze(-1), rows, 0).sum(1).to(values.dtype)
 
 
-# Rows of an expert, on average, up to which its codes are unpacked tile by tile, in each tile of
-# rows again. Above, a few experts are unpacked at a time: an H100 took 1.2 ms for 512 rows of each
-# of 128 experts in place of 2.5.
+# Up to this average number of rows per expert, codes are unpacked tile by tile, once for each tile
+# of rows. With more rows, a few experts are unpacked at a time: for 128 experts of 512 rows each,
+# an H100 needed 1.2 ms instead of 2.5.
 FEW_ROWS = 128
-UNPACKED_BYTES = 256 << 20  # of the experts that are unpacked at a time
+UNPACKED_BYTES = 256 << 20  # size of the experts that are unpacked at a time
 
 
 class Packed(NamedTuple):
-    """Matrices (E, K, M) in 4 bits: lines of features as they are stored, or their transposes."""
+    """Matrices (E, K, M) in 4 bits: lines of features as stored, or the transposed matrices."""
 
     weight: Tensor
     lines: InLines
     is_transposed: bool
 
     def unpacked(self, dtype: torch.dtype) -> Tensor:
-        """Return the matrices in full."""
+        """Return the unpacked matrices."""
         whole = dequantize(self.weight, dtype)
         return whole.transpose(1, 2) if self.is_transposed != self.lines.is_turned else whole
 
     def transpose(self, *_: int) -> "Packed":
-        """Return the transposes."""
+        """Return the transposed matrices."""
         return self._replace(is_transposed=not self.is_transposed)
 
     @property
@@ -129,13 +130,13 @@ class ExpertLinear(NamedTuple):
     bias: Tensor | None  # (E, out)
     is_transposed: bool
     experts: int
-    scale: float  # of the adapter, 0 without one
-    is_shared: bool = False  # the adapter is that of every expert
+    scale: float  # of the adapter; 0 without an adapter
+    is_shared: bool = False  # whether all experts share one adapter
 
     def matrices(self, dtype: torch.dtype) -> Tensor | Packed:
-        """Return the matrices (E, in, out); those in 4 bits as they are if a kernel reads them.
+        """Return the matrices (E, in, out); 4-bit ones stay packed if a kernel can read them.
 
-        Otherwise these become a new tensor in `dtype`.
+        Otherwise 4-bit matrices become a new tensor in `dtype`.
         """
         lines = lines_of(self.weight)
         if lines is None:
@@ -149,12 +150,12 @@ class Adapter(NamedTuple):
     """The LoRA factors of all experts."""
 
     a: Tensor  # (E, r, in)
-    b: Tensor  # (E, r, out), in the dtype of the products
+    b: Tensor  # (E, r, out), in the dtype of the matrix multiplications
     scale: float
 
 
 class Term(NamedTuple):
-    """A second summand of a product: s u_i F_e."""
+    """A term added to a matrix product: s u_i F_e."""
 
     ranks: Tensor  # (S, r): u
     factors: Tensor  # (E, r, M): F
@@ -164,9 +165,9 @@ class Term(NamedTuple):
 def adapter_of(
     a: Tensor | None, b: Tensor | None, linear: ExpertLinear, dtype: torch.dtype
 ) -> Adapter | None:
-    """Return the adapter of lora_A (E r, in) and lora_B (out, r E); None without one.
+    """Return the adapter for lora_A (E r, in) and lora_B (out, r E); None if they are None.
 
-    Shared ones are (r, in) and (out, r).
+    Factors of a shared adapter are (r, in) and (out, r).
     """
     if a is None or b is None:
         return None
@@ -188,9 +189,9 @@ def rows_times(
     bias: Tensor | None = None,
     of_tokens: bool = False,
 ) -> Tensor:
-    """Return x_i M_e + s u_i F_e + b_e (S, M), for x (S, K) or of the rows' tokens (N, K).
+    """Return x_i M_e + s u_i F_e + b_e (S, M), for x of rows (S, K) or of tokens (N, K).
 
-    matrices (E, K, M), bias (E, M). What rows of no expert have is undefined.
+    matrices (E, K, M), bias (E, M). The values of rows without an expert are undefined.
     """
     if x.is_cuda:
         return _on_gpu(x, matrices, routing, term, bias, of_tokens)
@@ -219,9 +220,10 @@ def rows_outer(
     weights: Tensor | None = None,
     of_tokens: bool = False,
 ) -> None:
-    """Write the sums over the rows of each expert of s w_i x_i^T y_i to `out` (E, P, M).
+    """Write the sum of s w_i x_i^T y_i over each expert's rows to `out` (E, P, M).
 
-    x (S, P), y (S, M) or of the rows' tokens (N, M), weights (S,). 0 for experts without rows.
+    x (S, P), y of rows (S, M) or of tokens (N, M), weights (S,). The sum is 0 for experts without
+    rows.
     """
     if x.is_cuda:
         from sft_play.models.fast.experts import grouped_kernels
@@ -278,7 +280,7 @@ def _on_gpu(
 
 
 def _allocated(x: Tensor, matrices: Tensor | Packed, routing: Routing) -> Tensor:
-    """Allocate what `rows_times` does in a trace: its output, and a few experts of packed ones."""
+    """Return what `rows_times` allocates: its output, and a few unpacked experts before it."""
     experts, *sides = matrices.shape
     if isinstance(matrices, Packed):
         one = math.prod(sides)
@@ -304,9 +306,9 @@ def gradient_of_a(
     weights: Tensor | None = None,
     of_tokens: bool = False,
 ) -> Tensor:
-    """Return the gradient of lora_A (E r, in), or (r, in), from dU = dy B_e^T (S, r) and x.
+    """Return the gradient of lora_A, (E r, in) or (r, in), from dU = dy B_e^T (S, r) and x.
 
-    x (S, in), or of the rows' tokens (N, in); weights (S,) of the rows.
+    x of rows (S, in) or of tokens (N, in); weights (S,) of the rows.
     """
     by_expert = torch.empty(adapter.a.shape, dtype=like.dtype, device=like.device)
     rows_outer(du, x, routing, by_expert, adapter.scale, weights, of_tokens)
@@ -323,9 +325,9 @@ def gradient_of_b(
     weights: Tensor | None = None,
     of_tokens: bool = False,
 ) -> Tensor:
-    """Return the gradient of lora_B (out, r E), or (out, r), from x A^T (S, r) and dy.
+    """Return the gradient of lora_B, (out, r E) or (out, r), from x A^T (S, r) and dy.
 
-    dy (S, out), or of the rows' tokens (N, out); weights (S,) of the rows.
+    dy of rows (S, out) or of tokens (N, out); weights (S,) of the rows.
     """
     experts, rank, features = adapter.b.shape
     made = torch.empty(features, rank, experts, dtype=like.dtype, device=like.device)

@@ -1,4 +1,4 @@
-"""The activations of gated MLPs: formulas that the reference and the Triton kernels share.
+"""The activations of gated MLPs: formulas shared by the reference and the Triton kernels.
 
 Both have the form act(g) = g * sigmoid(p(g)):
     silu        p(g) = g
@@ -19,7 +19,7 @@ GELU_CUBE = 0.044715
 
 
 def activation_of(module: nn.Module | Callable[[Tensor], Tensor]) -> Activation | None:
-    """Return the name of an activation module or function, None if it is not one of the two."""
+    """Return the name of an activation module or function; None if it is not one of the two."""
     if module is functional.silu or isinstance(module, nn.SiLU | SiLUActivation):
         return "silu"
     if isinstance(module, GELUTanh):

@@ -1,16 +1,16 @@
-"""Gradients of adapters: dU_i and dB_i by one pass over dy_i.
+"""Gradients of adapters: dU_i and dB_i in one pass over dy_i.
 
     dU_i = s dy_i B_i            (N, r)
     dB_i = s dy_i^T (x A_i^T)    (out_i, r)
 
-Each is a thin product, which takes as long as reading dy does; two products read it twice. On a
-Hopper GPU a program reads some rows of some columns of dy, a tile at a time, and adds up both.
-Another kernel adds what the programs have found, in float32 and always in the same order. The
-ranks and scales of all linears have to be equal, and the ranks small. Elsewhere `products` computes
-two products, which is the reference; both round a sum once.
+Each is a thin matrix multiplication, whose time is that of reading dy. Two multiplications read dy
+twice. On a Hopper GPU, each program reads a block of rows and columns of dy, one tile at a time,
+and accumulates both gradients. A second kernel adds the programs' sums, in float32 and always in
+the same order. All linears must have equal ranks and scales, and the ranks must be small. Otherwise
+`products` runs two matrix multiplications, which are the reference. Both ways round a sum once.
 
 Legend: N rows, R the sum of the ranks r of all linears that share an input, `out_i` features of
-dy_i, P the rank that tl.dot takes, with zeros beyond r.
+dy_i, P the rank in tl.dot, padded with zeros beyond r.
 """
 
 from collections.abc import Sequence
@@ -24,23 +24,24 @@ from sft_play.models.float8.kernels import program_number
 from sft_play.models.optional_triton import tl, triton
 from sft_play.plan.needs import HOPPER
 
-# A of all linears stacked (R, in), then each B (out, r), in the dtype of products; () without
+# A of all linears stacked (R, in), then each B (out, r), in the dtype of the matrix
+# multiplications; () without adapters
 Factors = Sequence[Tensor]
 MOST_SHARING = 3  # linears that share an input: those of queries, keys and values
-# The least that tl.dot takes; with 32, what a pass writes and adds up took as long on an H200 as
+# The minimum for tl.dot. With 32, writing and adding the sums of a pass took as long on an H200 as
 # reading dy again.
 LARGEST_RANK = 16
 ALIGNMENT = 16  # bytes that a pass over dy loads at once
 ROWS = 64  # of a tile of dy
 COLUMNS = 512  # of a tile of dy
-STAGES = 3  # tiles on their way: as many as a Hopper GPU's shared memory holds
-SUM_ROWS = 16  # that a program adds up
-_AT_ONCE = tl.constexpr(8)  # sums that it loads together
+STAGES = 3  # tiles loaded ahead: as many as fit into a Hopper GPU's shared memory
+SUM_ROWS = 16  # rows per program that adds sums
+_AT_ONCE = tl.constexpr(8)  # sums that it loads at once
 
 
 @triton.jit
 def _of_linear(linear, first, second, third):
-    """One of three numbers, or addresses."""
+    """Select one of three numbers or addresses by the index of a linear."""
     return tl.where(linear == 0, first, tl.where(linear == 1, second, third))
 
 
@@ -73,8 +74,8 @@ def _read(
 ):
     """Write the sums of a block of columns and a region of rows.
 
-    dy_i and b_i are addresses of numbers like those of xa. sums_u (blocks, N, P), sums_b (regions,
-    out_0 + out_1 + out_2, P), both float32.
+    dy_i and b_i are addresses of tensors with the dtype of xa. sums_u (blocks, N, P) and sums_b
+    (regions, out_0 + out_1 + out_2, P) are float32.
     """
     block = program_number()
     region = tl.program_id(1)
@@ -112,7 +113,7 @@ def _plus(one, other):
 
 @triton.jit
 def _sum_of(sums, first_row, rows, first, end, padded: tl.constexpr, sum_rows: tl.constexpr):
-    """The sum of sums[first:end], (rows, P) each, for some rows: (sum_rows, P)."""
+    """The sum (sum_rows, P) of sums[first:end], (rows, P) each, from `first_row` on."""
     size = rows.to(tl.int64) * padded
     row = (first_row + tl.arange(0, sum_rows))[None, :, None]
     place = row * padded + tl.arange(0, padded)[None, None, :]
@@ -141,7 +142,7 @@ def _add(
     padded: tl.constexpr,
     sum_rows: tl.constexpr,
 ):
-    """Write du (N, R), of the blocks of each linear, and db (outs, r), of all regions."""
+    """Write du (N, R), summed over each linear's blocks, and db (outs, r), over all regions."""
     program = program_number()
     programs_of_linear = (rows + sum_rows - 1) // sum_rows
     linear = program // programs_of_linear
@@ -162,9 +163,9 @@ def _add(
 
 
 def fit_one_pass(dy: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    """Return whether one pass over dy computes what it takes two products for, and sooner.
+    """Return whether one pass over dy can replace two matrix multiplications, and is faster.
 
-    The ranks and scales of the adapters are equal.
+    The ranks and scales of the adapters must be equal.
     """
     if not is_hopper(dy[0].device) or dy[0].element_size() != 2:
         return False
@@ -177,13 +178,13 @@ def fit_one_pass(dy: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Return whether a device is a GPU for which the kernels of adapters are made."""
+    """Return whether a device is a Hopper GPU, for which the adapter kernels are written."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == HOPPER
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return how many multiprocessors a GPU has."""
+    """Return the number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -192,8 +193,8 @@ def launch(
 ) -> tuple[Tensor, list[Tensor]]:
     """Return dU (N, R) in the dtype of dy, and dB_i (out_i, r) in `dtype`.
 
-    dy_i (N, out_i) of at most MOST_SHARING linears whose ranks are equal, with features side by
-    side, B_i (out_i, r) and xa (N, R).
+    Inputs: dy_i (N, out_i) with contiguous features, B_i (out_i, r) and xa (N, R), for at most
+    MOST_SHARING linears of equal rank.
     """
     rows, linears = len(xa), len(dy)
     rank = b[0].shape[1]
@@ -203,7 +204,7 @@ def launch(
     assert all(grad.stride(1) == 1 for grad in dy), "features lie apart"
     outs = [grad.shape[1] for grad in dy]
     blocks = [triton.cdiv(out, COLUMNS) for out in outs]
-    # one program on each processor, whose shared memory its tiles fill
+    # one program per multiprocessor: its tiles fill the shared memory
     regions, region_rows = regions_of(rows, ROWS, processors(xa.device) // sum(blocks))
     sums_u = xa.new_empty(sum(blocks), rows, LARGEST_RANK, dtype=torch.float32)
     sums_b = xa.new_empty(regions, sum(outs), LARGEST_RANK, dtype=torch.float32)
@@ -230,12 +231,12 @@ def launch(
 
 
 def regions_of(rows: int, tile_rows: int, most: int) -> tuple[int, int]:
-    """Return how many regions of tiles rows are cut into, `most` at most, and a region's rows."""
+    """Return the number of row regions, at most `most`, and the rows per region, in full tiles."""
     regions = max(1, min(most, triton.cdiv(rows, tile_rows)))
     region_rows = triton.cdiv(triton.cdiv(rows, regions), tile_rows) * tile_rows
     return triton.cdiv(rows, region_rows), region_rows
 
 
 def _three(numbers: list[int], rest: int) -> list[int]:
-    """Return the numbers of three linears; `rest` are those of linears that are not there."""
+    """Return numbers for three linears; `rest` is used for each missing linear."""
     return numbers + [rest] * (MOST_SHARING - len(numbers))

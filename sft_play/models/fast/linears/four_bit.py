@@ -1,18 +1,19 @@
-"""4-bit weights in full, as bitsandbytes unpacks them on a GPU, bit for bit.
+"""Unpack 4-bit weights on a GPU, bit for bit as bitsandbytes does.
 
-Blocks of weights (64 of them, say) share a scale, and a weight is a code of 4 bits:
+A block of weights (e.g. 64) shares a scale, and each weight is a 4-bit code:
 
     w = round(codes[code] s)
     s = absmax, or codes2[absmax] absmax2 + offset if the absmax are packed too (8 bits each)
 
-Products and sums are float32, each rounded on its own; products too small for a normal float32 are
-0. Two codes lie in a byte, the first one in its high bits. bitsandbytes launches one kernel for
-that, and two more for packed absmax; the Triton kernel here does all in one, at the speed of
-memory. bitsandbytes itself is the reference, and runs if there is no kernel.
+Multiplications and additions are in float32, and each is rounded separately. A product too small
+for a normal float32 becomes 0. A byte contains two codes, the first one in its high bits.
+bitsandbytes launches one kernel for weights, and two more for packed absmax. The Triton kernel here
+does everything in one launch, at memory bandwidth. bitsandbytes is the reference, and runs if the
+kernel cannot.
 
-A program reads words of 8 codes and looks them up in a table in shared memory, whose 16 entries lie
-in banks of their own: no two lanes wait for each other. Each thread writes the 8 weights of a word
-side by side. Scales are computed once a block, and reach the threads through shared memory.
+A program reads words of 8 codes and looks them up in a table in shared memory. Its 16 entries are
+in separate banks, so lanes never wait for each other. Each thread writes the 8 weights of a word
+contiguously. Scales are computed once per block, and reach the threads through shared memory.
 """
 
 import math
@@ -30,13 +31,13 @@ from sft_play.models.mxfp4 import MXFP4, Mxfp4State, is_turned, stored_shape
 from sft_play.models.optional_triton import libdevice, tl, triton
 
 WORD_BYTES = 4  # the kernel reads 8 codes at once
-BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights; those of bitsandbytes
+BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights per scale in bitsandbytes
 UNPACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LINE_BLOCKS = (32, 64)  # weights that share a scale if kernels read lines
+LINE_BLOCKS = (32, 64)  # weights per scale for kernels that read lines
 
 
 def unpack(weight: Params4bit) -> Tensor:
-    """Return a 4-bit weight in full, of the shape and dtype that it was packed from."""
+    """Return an unpacked 4-bit weight, in its original shape and dtype."""
     state = weight.quant_state
     if weight.is_cuda and has_kernel(weight, state):
         stored = launch(weight, state)
@@ -47,17 +48,17 @@ def unpack(weight: Params4bit) -> Tensor:
 
 
 class InLines(NamedTuple):
-    """3-D weights in lines of features, each of them with scales of its own."""
+    """3-D weights stored in lines of features; no scale is shared between lines."""
 
-    shape: tuple[int, ...]  # as stored: experts, lines, features of a line
-    is_turned: bool  # lines are the last dimension of the weight, not the one before
+    shape: tuple[int, ...]  # as stored: experts, lines, features per line
+    is_turned: bool  # whether lines are the weight's last dimension, not the second to last
 
     def unpack(self, weight: Params4bit, experts: slice) -> Tensor:
         """Return the weights (experts, lines, features) of some experts, on a GPU."""
         return launch(weight, weight.quant_state, experts)
 
     def read(self, weight: Params4bit) -> tuple[Tensor, tuple[Tensor, int, str]]:
-        """Return codes (E, lines, features / 2) uint8, scales, weights a scale, and the type."""
+        """Return codes (E, lines, features / 2) uint8, and (scales, weights per scale, type)."""
         experts, lines, features = self.shape
         state = weight.quant_state
         codes = weight.detach().view(-1).view(torch.uint8).view(experts, lines, features // 2)
@@ -65,7 +66,7 @@ class InLines(NamedTuple):
 
 
 def lines_of(weight: Tensor) -> InLines | None:
-    """Return how packed 3-D weights lie, None for others and if a block is in two lines."""
+    """Return the layout of packed 3-D weights; None for others, or if blocks span two lines."""
     state = getattr(weight, "quant_state", None)
     if state is None or len(state.shape) != 3 or state.blocksize not in LINE_BLOCKS:
         return None
@@ -76,7 +77,7 @@ def lines_of(weight: Tensor) -> InLines | None:
 
 
 def has_kernel(packed: Tensor, state: QuantState | Mxfp4State) -> bool:
-    """Return whether the kernel unpacks weights that are packed like this."""
+    """Return whether the kernel can unpack weights that are packed like this."""
     is_known = (
         state.quant_type in ("nf4", "fp4", "mxfp4")
         and state.blocksize in BLOCK_SIZES
@@ -105,7 +106,7 @@ def has_kernel(packed: Tensor, state: QuantState | Mxfp4State) -> bool:
 
 
 CODES_A_WORD = 8  # of 4 bytes
-TILE = 1024  # words of a program: 64 weights a thread
+TILE = 1024  # words per program: 64 weights per thread
 WARPS = 4
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -146,7 +147,7 @@ def table_of(quant_type: tl.constexpr):
 
 @triton.jit
 def power_of_two(exponent):
-    """The float32 with so many as its exponent's bits."""
+    """The float32 with these exponent bits."""
     return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
@@ -167,7 +168,7 @@ def _scales(
         return power_of_two(found)
     elif blocksize2:
         outer = tl.load(absmax2 + block // blocksize2, inside, 0)
-        # mul_rn is not contracted with the sum, and makes 0 of what is too small
+        # mul_rn is not fused with the addition, and flushes subnormal results to 0
         return libdevice.mul_rn(tl.load(codes2 + found.to(tl.int32)), outer) + tl.load(offset)
     else:
         return found
@@ -208,7 +209,7 @@ def _unpack_kernel(
 
     place = tl.arange(0, _CODES_A_WORD)
     if quant_type != "mxfp4":
-        place = place ^ 1  # bytes lie from low to high, the codes of a byte from high to low
+        place = place ^ 1  # bytes go from low to high, codes within a byte from high to low
     code = (packed[:, None] >> (4 * place)[None, :]) & 15
     code = tl.reshape(code, [tile * _CODES_A_WORD])
     found = tl.gather(table_of(quant_type), code, 0).to(tl.float32, bitcast=True)
@@ -231,9 +232,9 @@ def _scales_kernel(
 
 
 def launch(packed: Tensor, state: QuantState, experts: slice | None = None) -> Tensor:
-    """Return a packed weight for which `has_kernel`, of the shape that is stored.
+    """Return an unpacked weight in its stored shape; `has_kernel` must be true.
 
-    Of `experts` alone, if the blocks of each are its own.
+    `experts` limits it to some experts, which must not share blocks with others.
     """
     shape = stored_shape(state)
     past_blocks = 0
@@ -254,7 +255,7 @@ def launch(packed: Tensor, state: QuantState, experts: slice | None = None) -> T
 
 
 def unpack_scales(state: QuantState) -> Tensor:
-    """Return the scale of each block of weights: in float32, those of MXFP4 as they are."""
+    """Return the scale of each block of weights: float32, or as stored for MXFP4."""
     if not state.nested:
         return state.absmax
     total = state.absmax.numel()

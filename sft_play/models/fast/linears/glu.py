@@ -1,10 +1,10 @@
-"""SwiGLU and GeGLU, the elementwise half of a gated MLP: h = act(g) * u, and its gradient.
+"""SwiGLU and GeGLU, the elementwise part of a gated MLP: h = act(g) * u, and its gradient.
 
 With act(g) = g * s, s = sigmoid(p(g)) of `activations`:
     act'(g) = s + g s (1 - s) p'(g),  dg = dh act'(g) u,  du = dh act(g)
-Computed in float32 and rounded once; transformers rounds act(g) to bfloat16 before it multiplies.
-On a GPU one Triton kernel passes over the rows forward and one backward, elsewhere the reference
-runs. The kernel and the reference differ by 1e-5 in float32, and by one rounding in 16 bits.
+Both are computed in float32 and rounded once; transformers rounds act(g) to bfloat16 before it
+multiplies. On a GPU, forward and backward are one Triton kernel each; elsewhere the reference runs.
+The kernel and the reference differ by 1e-5 in float32, and by one rounding in 16 bits.
 
 Legend: N tokens, I intermediate features.
 """
@@ -92,7 +92,7 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-BLOCK = 1024  # features of a program: 8 of a thread, one 16-byte load of bfloat16
+BLOCK = 1024  # features per program: 8 per thread, one 16-byte load of bfloat16
 _SLOPE = tl.constexpr(GELU_SLOPE)
 _CUBE = tl.constexpr(GELU_CUBE)
 
@@ -161,7 +161,7 @@ def _backward_kernel(
     of_gate, of_up, product = gradients(d, g, u, is_gelu)
     tl.store(dgate + row * dgate_stride + columns, of_gate, inside)
     tl.store(dup + row * dup_stride + columns, of_up, inside)
-    if with_h:  # h may be dh: each program has read its part of it
+    if with_h:  # h may be dh: each program has already read its part
         tl.store(h + row * features + columns, product, inside)
 
 

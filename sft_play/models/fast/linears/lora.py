@@ -5,8 +5,8 @@
                dx = sum_i dU_i A_i + dy_i W_i
 
 The reference is PEFT's own forward. Here the adapter's part is added in the float32 accumulator of
-the large product, not in another pass over the output. Saved for backward: x, which other modules
-save too, and x A^T. PEFT also saves x as float32, and the adapter's output.
+the large GEMM, not in another pass over the output. Saved for backward: x, which other modules
+save, too, and x A^T. PEFT also saves x as float32, and the adapter's output.
 
 Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all linears that share
 an input.
@@ -40,19 +40,19 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class LinearGroup:
-    """Linears that read the same input: bound once, and again if `bind_when_changed` says so."""
+    """Linears that read the same input. Bound once; `bind_when_changed` binds them again."""
 
     def __init__(self, *modules: nn.Module):
         self.modules = modules
-        self.state: ModuleState | None = None  # in which they were bound
+        self.state: ModuleState | None = None  # at the time they were bound
         self.bound: BoundLinears | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return a group of the copied modules, which are bound again."""
+        """Return a group of the copied modules, which has to be bound again."""
         return type(self)(*copy.deepcopy(self.modules, memo))
 
     def bind(self) -> BoundLinears | None:
-        """Return the linears in the form that computes; None if one must run its own forward."""
+        """Return the linears in bound form; None if one must run its own forward."""
         if self.state is None:
             self.state = ModuleState(self.modules)
             self.bound = bind_linears(self.modules)
@@ -67,7 +67,7 @@ class LinearGroup:
 
 
 class ModuleState:
-    """What linears are bound by: their weights, active adapters, scales, dropouts and hooks."""
+    """The state that a binding depends on: weights, active adapters, scales, dropouts, hooks."""
 
     def __init__(self, modules: Sequence[nn.Module]):
         adapted = [each for each in modules if isinstance(each, LoraLayer)]
@@ -75,7 +75,7 @@ class ModuleState:
         self.containers = [getattr(each, name) for each in linears for name in HOOKS]
         self.containers += [each.merged_adapters for each in adapted]
         self.weights = [weight for each in linears for weight in each.parameters(recurse=False)]
-        places: list[tuple[dict[str, Any], str]] = []  # dicts, and names in them
+        places: list[tuple[dict[str, Any], str]] = []  # dicts, and keys in them
         for linear in linears:
             places += [(vars(linear), "forward"), (linear._buffers, "weight_scale")]
             places += [(linear._parameters, name) for name in ("weight", "bias")]
@@ -92,7 +92,7 @@ class ModuleState:
         self.is_current()
 
     def is_current(self) -> bool:
-        """Return whether nothing has changed since the last call, or since the start."""
+        """Return whether nothing has changed since the last call, or since creation."""
         before = self.counts
         self.counts = [len(each) for each in self.containers]
         self.counts += [each.requires_grad for each in self.weights]
@@ -113,7 +113,7 @@ def why_not_fusable(module: nn.Module) -> str | None:
 
 
 def active_adapters(module: LoraLayer) -> list[str]:
-    """Return the names of the adapters of a module that are switched on."""
+    """Return the names of a module's active adapters."""
     return [name for name in module.active_adapters if name in module.lora_A]
 
 
@@ -151,9 +151,9 @@ def _why_base_not_fusable(base: nn.Module) -> str | None:
 
 
 def why_hooked(module: nn.Module) -> str | None:
-    """Return why a module's hooks forbid fusing: a fused function would skip them.
+    """Return why a module's hooks prevent fusing, because a fused function skips them; else None.
 
-    DeepSpeed's may be skipped, if the layer gathers the module's weights.
+    DeepSpeed's hooks may be skipped if the layer gathers the module's weights.
     """
     if is_hooked_by_deepspeed(module):
         return None
@@ -165,7 +165,7 @@ def why_hooked(module: nn.Module) -> str | None:
 class _FusedInTraining:
     """The forward method of PEFT's LoRA linears, fused in training."""
 
-    fused_group: LinearGroup  # of this linear alone
+    fused_group: LinearGroup  # only this linear
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return y (..., out) of x (..., in)."""
@@ -202,7 +202,7 @@ def bind_linears(modules: Sequence[nn.Module]) -> BoundLinears | None:
     if any(why_not_fusable(module) for module in modules) or any(rounded) != all(rounded):
         return None
     linears = []
-    number, end = 0, 0  # of adapters, and of the columns of x A^T
+    number, end = 0, 0  # adapters so far, and their columns in x A^T
     for module, base in zip(modules, bases, strict=True):
         adapter = None
         for name in active_adapters(module) if isinstance(module, LoraLayer) else ():
@@ -215,7 +215,7 @@ def bind_linears(modules: Sequence[nn.Module]) -> BoundLinears | None:
 
 
 class LoraLinearsFunction(torch.autograd.Function):
-    """y_i of linears that share x. Saves x, x A^T and the adapters in the dtype of the products."""
+    """y_i of linears that share x. Saves x, x A^T and the adapters in the dtype of x."""
 
     @staticmethod
     def forward(
@@ -226,14 +226,14 @@ class LoraLinearsFunction(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i).
 
-        `parameters` are those of the bound linears, which autograd has to know.
+        `parameters` are those of the bound linears; autograd must get them as arguments.
         """
         factors = linears.factors(x.dtype)
         outputs, xa = linears.project(x.flatten(0, -2), factors)
         ctx.save_for_backward(x, xa, *factors)
         ctx.linears = linears
         shape = x.shape[:-1]
-        # no view: a model may add to what it gets in place
+        # not a view: a model may add to the output in place
         return tuple([torch.ops.aten._unsafe_view(y, (*shape, y.shape[1])) for y in outputs])
 
     @staticmethod
@@ -251,7 +251,7 @@ class LoraLinearsFunction(torch.autograd.Function):
 
 
 def groups_of(decoder: nn.Module) -> list[LinearGroup]:
-    """Return the groups of fused linears, in the order of modules."""
+    """Return the groups of fused linears, in module order."""
     found = []
     for module in decoder.modules():
         found += [value for value in vars(module).values() if isinstance(value, LinearGroup)]
@@ -259,14 +259,14 @@ def groups_of(decoder: nn.Module) -> list[LinearGroup]:
 
 
 def bind_when_changed(decoder: nn.Module) -> None:
-    """Bind fused linears again that have changed, before each forward pass of their decoder."""
+    """Bind changed fused linears again before each forward pass of their decoder."""
     groups = groups_of(decoder)
-    forget_changed(groups)  # proofs switch dropout off
+    forget_changed(groups)  # proofs disable dropout
     decoder.register_forward_pre_hook(partial(forget_changed, groups))
 
 
 def forget_changed(groups: Sequence[LinearGroup], *_: Any) -> None:
-    """Let groups be bound again whose modules have changed."""
+    """Reset groups whose modules have changed, so that they are bound again."""
     for group in groups:
         if group.state is not None and not group.state.is_current():
             group.state = None

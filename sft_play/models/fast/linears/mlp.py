@@ -2,9 +2,9 @@
 
     y = down(h),  h = act(gate(x)) * up(x)
 
-Saved for backward: x, the outputs of gate and up, and x A^T and h A^T of the adapters. The product
-h is recomputed: it is elementwise, and saving it would cost I features per token (28 KiB at 8B).
-The reference is the module's own forward over the references of `lora` and `glu`.
+Saved for backward: x, the outputs of gate and up, and x A^T and h A^T of the adapters. h is
+recomputed: it is elementwise, and saving it would cost I features per token (28 KiB for an 8B
+model). The reference is the module's own forward with the references of `lora` and `glu`.
 
 `install_mlp` and `install_linears` find the MLPs and linears of a decoder.
 
@@ -46,9 +46,9 @@ from sft_play.models.fast.setup import (
 def lora_mlp(x: Tensor, inner: LinearGroup, down: LinearGroup, activation: Activation) -> Tensor:
     """Return down(act(gate(x)) * up(x)), (..., out) of x (..., in).
 
-    `inner` are gate and up, or the one linear that computes both, gate's features before up's
-    (Phi 3). If a linear cannot be fused, for instance because its weight is trained, all linears
-    run their own forward and only the elementwise part is fused.
+    `inner` is gate and up, or one linear that computes both, with gate's features first (Phi 3). If
+    a linear cannot be fused, for instance because its weight is trained, all linears run their own
+    forward. Then only the elementwise part is fused.
     """
     bound, bound_down = inner.bind(), down.bind()
     if bound is None or bound_down is None:
@@ -59,7 +59,7 @@ def lora_mlp(x: Tensor, inner: LinearGroup, down: LinearGroup, activation: Activ
 
 
 def split_halves(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the outputs (..., I) of gate and up, of two linears or of one that computes both."""
+    """Return the outputs (..., I) of gate and up, from two linears or one that computes both."""
     return outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
 
 
@@ -81,7 +81,7 @@ class LoraMlpFunction(torch.autograd.Function):
         (y,), ha = down.project(glu_forward(*split_halves(outputs), activation), down_factors)
         ctx.save_for_backward(x, xa, ha, *outputs, *factors, *down_factors)
         ctx.inner, ctx.down, ctx.activation = inner, down, activation
-        # no view: a model may add to what it gets in place
+        # not a view: a model may add to the output in place
         return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[1]))
 
     @staticmethod
@@ -103,7 +103,7 @@ class LoraMlpFunction(torch.autograd.Function):
         h = None if du is None else dh  # overwritten: the adapter of down reads h again
         glu_backward(dh, *halves, h=h)
         down_gradients = down.adapter_gradients(dh, du, db)
-        del dh, h, du, db  # before the gradient of x is allocated
+        del dh, h, du, db  # freed before the gradient of x is allocated
         du, db = inner.rank_and_output_gradients(grads, xa, factors)
         dx = None
         if ctx.needs_input_grad[0]:
@@ -113,7 +113,7 @@ class LoraMlpFunction(torch.autograd.Function):
 
 
 def install_mlp(setup: TrainingSetup) -> int:
-    """Fuse gated MLPs, or only their elementwise part if their linears cannot be fused."""
+    """Fuse gated MLPs, or their elementwise part if linears cannot be fused; return how many."""
     modules = []
     for module in setup.decoder.modules():
         roles = gated_mlp_of(module)
@@ -132,18 +132,18 @@ def install_mlp(setup: TrainingSetup) -> int:
 
 
 def bind_mlp(module: nn.Module, roles: GatedMlp) -> None:
-    """Set what `mlp_forward` reads of a gated MLP."""
+    """Set the attributes that `mlp_forward` reads from a gated MLP."""
     names = (roles.gate,) if roles.up is None else (roles.gate, roles.up)
     module.fused_roles = roles
-    module.is_tiled = False  # if the layer is recomputed: see `checkpointing`
+    module.is_tiled = False  # `checkpointing` sets it if the layer is recomputed
     module.inner_linears = LinearGroup(*(getattr(module, name) for name in names))
     module.down_linear = LinearGroup(getattr(module, roles.down))
 
 
 def why_mlp_linears_not_fusable(setup: TrainingSetup) -> str | None:
-    """Return why the linears of the MLPs run their own forward, None if they are fused."""
+    """Return why the linears of the MLPs run their own forward; None if they are fused."""
     if setup.config.tuning.mode == "full":
-        return None  # nothing is fused into the product of a trained weight
+        return None  # nothing is fused into the GEMM of a trained weight
     for module in setup.decoder.modules():
         if not is_fused(module, mlp_forward):
             continue
@@ -155,7 +155,7 @@ def why_mlp_linears_not_fusable(setup: TrainingSetup) -> str | None:
 
 
 def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    """Forward method of a gated MLP: fused in training, its class's own otherwise.
+    """Forward method of a gated MLP: fused in training, otherwise the one of its class.
 
     Shapes: (B, T, H) to (B, T, H).
     """
@@ -172,9 +172,9 @@ def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 
 def install_linears(setup: TrainingSetup) -> int:
-    """Fuse every linear of the decoder with adapters that no larger fused function computes.
+    """Fuse all adapted linears of the decoder that no larger function fuses; return how many.
 
-    `attention_forward` calls its linears fused; the others get a fused forward method of their own.
+    `attention_forward` calls its linears in fused form. The others get a fused forward method.
     """
     if setup.config.tuning.mode == "full":
         raise Unsupported("mode full trains the weights themselves")

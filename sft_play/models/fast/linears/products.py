@@ -1,15 +1,16 @@
-"""Linears whose weights are frozen and that may have adapters: products, and their gradients.
+"""Matrix multiplications of frozen linears, with or without adapters, and their gradients.
 
     y_i = x W_i^T + b_i + s_i U_i B_i^T,        U_i = x A_i^T
     dU_i = s_i dy_i B_i,  dx = sum_i dU_i A_i + dy_i W_i
     dB_i = s_i dy_i^T U_i,                      dA_i = dU_i^T x
 
-A weight may be plain, packed in 4 bits or in float8: each form is a class, chosen when linears are
-bound. LoRA's thin products read the input as it was, and are added to what a float8 product has
-rounded to 16 bits. In a layer that rounds, W_i is the rounded sum of the weight and the adapter.
+A weight may be plain, packed in 4 bits or in float8. Each form has a class, chosen when linears are
+bound. LoRA's thin GEMMs read the input before quantization, and are added to the result of a float8
+GEMM, rounded to 16 bits. In a layer that rounds, W_i is the rounded sum of weight and adapter.
 
-dU_i and dB_i both read dy_i, which is all that takes time. On a Hopper GPU one pass computes both
-(`adapter_gradients`) if the ranks of all linears are equal and small. Elsewhere they are products.
+dU_i and dB_i both read dy_i, and this read determines their time. On a Hopper GPU, one pass
+computes both (`adapter_gradients`) if the ranks of all linears are equal and small. Otherwise each
+is a GEMM.
 
 Legend: N tokens, `in` and `out` features, r rank, R the sum of the ranks of all linears that share
 an input.
@@ -49,12 +50,12 @@ class Adapter(NamedTuple):
     b: Tensor  # (out, r)
     scale: float
     rank: int  # ZeRO-3 may have freed the tensors
-    number: int  # among the adapters of linears that share an input
+    number: int  # index among the adapters of linears that share an input
     columns: slice  # of x A^T (N, R)
 
 
 class Inputs(NamedTuple):
-    """What linears read that share an input."""
+    """The shared inputs of linears."""
 
     x: Tensor  # (N, in)
     factors: Factors
@@ -63,12 +64,12 @@ class Inputs(NamedTuple):
 
 
 class FrozenLinear:
-    """A linear without an adapter, whose weight is plain or in 4 bits."""
+    """A linear without an adapter; its weight is plain or in 4 bits."""
 
     def __init__(self, base: nn.Module, adapter: Adapter | None = None):
         self.weight, self.bias = base.weight, base.bias
         self.adapter = adapter
-        self.full_weight = self.weight.to  # of a dtype, (out, in)
+        self.full_weight = self.weight.to  # (dtype) -> (out, in)
         if isinstance(base, Linear4bit):
             self.full_weight = partial(dequantize, self.weight)
         self.gathering: Callable[..., Any] = contextlib.nullcontext
@@ -89,7 +90,7 @@ class FrozenLinear:
 
 
 class AdaptedLinear(FrozenLinear):
-    """A linear with an adapter, which is added in the float32 accumulator of the large product."""
+    """A linear with an adapter, added in the float32 accumulator of the large GEMM."""
 
     def output(self, inputs: Inputs) -> Tensor:
         """Return y (N, out)."""
@@ -106,7 +107,7 @@ class AdaptedLinear(FrozenLinear):
 
 
 class RoundedLinear(AdaptedLinear):
-    """A linear that rounds its weight, adapter included, and what it reads."""
+    """A linear that rounds its input and its weight, including the adapter."""
 
     def __init__(self, base: DeliveredLinear, adapter: Adapter | None = None):
         super().__init__(base, adapter)
@@ -144,7 +145,7 @@ class QuantizedLinear(AdaptedLinear):
 
 
 def frozen_linear(base: nn.Module, adapter: Adapter | None) -> FrozenLinear:
-    """Return a base layer and its adapter in the form that computes with its weight."""
+    """Return a base layer and its adapter as the class for its form of weight."""
     if isinstance(base, DeliveredLinear):
         return RoundedLinear(base, adapter)
     if isinstance(base, Float8Linear):
@@ -153,7 +154,7 @@ def frozen_linear(base: nn.Module, adapter: Adapter | None) -> FrozenLinear:
 
 
 class BoundLinears:
-    """Linears that share an input, as long as their modules stay as they are."""
+    """Linears that share an input; valid while their modules do not change."""
 
     def __init__(self, linears: Sequence[FrozenLinear]):
         self.linears = linears
@@ -168,7 +169,7 @@ class BoundLinears:
     def factors(self, dtype: torch.dtype) -> Factors:
         """Return the adapters in `dtype`, cast by one kernel.
 
-        The A are stacked to one matrix, so that x is read once for all of them.
+        All A are stacked into one matrix, so that x is read only once.
         """
         if not self.adapters:
             return ()
@@ -189,7 +190,7 @@ class BoundLinears:
 
         A rounded W_i includes its adapter.
         """
-        # a float8 product has an output of its own, which the adapters' part is added to
+        # a float8 GEMM has a separate output, to which the adapters' part is added
         is_first = bool(factors) and not (self.is_float8 or self.is_rounded)
         dx = du @ factors[0] if is_first else None
         for grad, linear in zip(dy, self.linears, strict=True):
@@ -201,7 +202,7 @@ class BoundLinears:
     ) -> tuple[Tensor | None, list[Tensor]]:
         """Return dU (N, R), and dB_i (out_i, r_i) of each adapter; None without adapters.
 
-        dy_i (N, out_i) of all linears, xa (N, R). dB_i are in the dtype of dy or of the adapters.
+        dy_i (N, out_i) of all linears, xa (N, R). dB_i has the dtype of dy or of the adapters.
         """
         if not self.adapters:
             return None, []
@@ -236,7 +237,8 @@ class BoundLinears:
 def a_gradient(du: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return dA (R, in) = dU^T x for dU (N, R) and x (N, in).
 
-    In `dtype` if that is float32 and a GPU multiplies 16 bits: it adds in float32.
+    The result has `dtype` if that is float32 and a GPU multiplies 16-bit inputs, because the GPU
+    then accumulates in float32.
     """
     if x.is_cuda and len(x) and x.element_size() == 2 and dtype == torch.float32:
         return torch.mm(du.t(), x, out_dtype=dtype)

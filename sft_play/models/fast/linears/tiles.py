@@ -1,11 +1,11 @@
-"""A function of single tokens over a long row, tile by tile (TiledMLP of ALST, arXiv:2506.13996).
+"""Run a per-token function over a long row tile by tile (TiledMLP of ALST, arXiv:2506.13996).
 
-What an MLP holds for a row grows with its intermediate features, the largest part of a layer that
-is recomputed. Here the forward pass keeps the input alone, and the backward pass computes a tile
-again, goes back through it, and forgets it. The gradients of weights are summed over tiles.
+The memory of an MLP grows with its intermediate features, and is the largest part of a recomputed
+layer. Here the forward pass saves only the input. The backward pass recomputes one tile, computes
+its gradients, and frees it. The gradients of weights are summed over tiles.
 
-Nothing is computed more often than by checkpointing. The input is saved by a function of its own:
-where the MLP ends a layer, recomputing that layer stops there, before the MLP.
+Nothing is computed more often than with checkpointing. A separate function saves the input: if the
+MLP is the end of a layer, recomputing that layer stops there, before the MLP.
 
 Legend: N tokens.
 """
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from sft_play.models.partitioned import is_partitioned
 
-TILE_TOKENS = 16_384  # enough to keep a GPU busy; rows of at least two are cut
+TILE_TOKENS = 16_384  # enough to keep a GPU busy; rows of at least two tiles are cut
 Function = Callable[[Tensor], Tensor]
 
 
 def in_tiles(function: Function, x: Tensor, module: nn.Module) -> Tensor:
     """Return function(x) (..., out) of x (..., in), which requires a gradient.
 
-    The function is the module's, of each token alone and without chance.
+    The function belongs to the module, is deterministic, and computes each token separately.
     """
     held = _Hold.apply(x)
     trained = [each for each in module.parameters() if each.requires_grad]
@@ -45,9 +45,9 @@ def without_gradients(function: Function, x: Tensor) -> Tensor:
 
 
 def set_tiled(layer: nn.Module, is_on: bool) -> None:
-    """Cut long rows in the MLPs of a layer that is recomputed, or in none of a layer.
+    """Enable or disable tiles for long rows in the MLPs of a recomputed layer.
 
-    Not with dropout, which would differ, nor if ZeRO-3 divides weights.
+    Tiles stay disabled with dropout, which would differ, and if ZeRO-3 shards the weights.
     """
     for module in layer.modules():
         if "is_tiled" in vars(module):
@@ -57,7 +57,7 @@ def set_tiled(layer: nn.Module, is_on: bool) -> None:
 
 
 class _Hold(torch.autograd.Function):
-    """x, saved for whoever goes back through what is computed from it."""
+    """x, saved for the backward pass of functions that read it."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:

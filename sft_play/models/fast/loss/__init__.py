@@ -1,1 +1,1 @@
-"""The output head and the cross-entropy in one function, without all logits."""
+"""The output head and the cross-entropy as one function that never stores all logits."""

@@ -1,4 +1,4 @@
-"""An output head that computes the loss of labeled tokens in place of logits.
+"""An output head that computes the loss of labeled tokens instead of logits.
 
 It is installed on heads whose logits follow from its scores by a known formula.
 
@@ -30,11 +30,11 @@ from sft_play.plan.fast import TRAINED_TOKENS, ZERO_3
 
 
 class FusedHead:
-    """The forward method of an output head: logits, or the loss if labels were set before.
+    """The forward method of an output head: returns logits, or the loss if labels are set.
 
     It is set on the instance of a Linear, so that parameters, names and saved files do not change.
-    The loss is computed here, inside the model's forward pass, because only there DDP sees that the
-    head's weight is used, and autocast is active.
+    The loss is computed here, inside the model's forward pass. Only there does DDP detect that the
+    head's weight is used, and only there is autocast active.
     """
 
     def __init__(self, head: nn.Linear, formula: HeadFormula):
@@ -53,15 +53,15 @@ class FusedHead:
             hidden = hidden * self.formula.scale
         hidden = to_compute_dtype(hidden)
         weight = to_compute_dtype(self.head.weight)  # (V, H)
-        # Returned in place of logits, so that DDP finds the graph. A model may scale or cap it;
-        # what a hook sees before that is used.
+        # Returned in place of logits, so that DDP finds the graph. A model may scale or cap it; the
+        # value used is the one that a hook reads before that.
         if self._tokens_of_rows is not None:
             return self._nll_of_rows(hidden, weight, targets).reshape(1, 1, -1)
         nll = fused_linear_cross_entropy(hidden, weight, targets, self.formula.softcap)
         return nll.reshape(1, 1, 1)
 
     def _nll_of_rows(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed nll of each row, (B,), of the hidden states (N, H) of all rows."""
+        """Return the summed nll of each row, (B,), from the hidden states (N, H) of all rows."""
         counts = list(self._tokens_of_rows)
         rows = zip(hidden.split(counts), targets.split(counts), strict=True)
         nll = [
@@ -76,12 +76,12 @@ class FusedHead:
     ) -> Iterator[None]:
         """Compute the loss in the one forward pass inside this context.
 
-        With `tokens_of_rows`, the labeled tokens of each row, that is the loss of each row.
+        With `tokens_of_rows`, the number of labeled tokens per row, it is the loss per row.
         """
         self._labels = (positions, targets)
         self._tokens_of_rows = tokens_of_rows
         self._nll = None
-        # the last hook: ZeRO-3's have put into the graph that a trained weight is gathered again
+        # the last hook: ZeRO-3's hooks have added the gathering of a trained weight to the graph
         hook = self.head.register_forward_hook(self._keep)
         try:
             yield
@@ -117,9 +117,9 @@ def fused_nll(
     """Return the summed nll in nats of a forward pass, a float32 scalar.
 
     `wrapped` is called with `inputs`; it is the model itself, or DDP or DeepSpeed around it.
-    positions (N,) int64 index the hidden states that predict, in the flattened (B * T); targets
-    (N,) int64 are the tokens after them. With `tokens_of_rows`, the labeled tokens of each row, it
-    is the nll of each row, (B,).
+    positions (N,) int64 are indices, in the flattened (B * T), of the hidden states that predict;
+    targets (N,) int64 are the tokens after them. With `tokens_of_rows`, the number of labeled
+    tokens per row, the result is the nll per row, (B,).
     """
     head = _forward_of_head(model)
     assert isinstance(head, FusedHead), "fuse_loss comes first"
@@ -134,7 +134,7 @@ def _forward_of_head(model: nn.Module) -> Any:
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
-    """Return the module that computes the logits; a head that is trained whole is a copy."""
+    """Return the module that computes the logits; it is a copy if the head is fully trained."""
     head = model.get_output_embeddings()
     if isinstance(head, ModulesToSaveWrapper):
         return head.modules_to_save[head.active_adapters[0]]
@@ -145,7 +145,7 @@ CHECK_TOKENS = 8
 
 
 def install_loss(setup: TrainingSetup) -> int:
-    """Fuse the output head and the loss, which then compute labeled tokens only."""
+    """Fuse the output head and the loss for labeled tokens only; return 1."""
     if setup.has_packed_parts:
         raise Unsupported(ZERO_3)
     reason = why_loss_not_fusable(setup.model)
@@ -167,7 +167,7 @@ def fuse_loss(model: nn.Module) -> None:
 
 
 def why_loss_not_fusable(model: nn.Module) -> str | None:
-    """Return why the loss cannot be fused, None if it can. Runs the model on a few tokens."""
+    """Return why the loss cannot be fused; None if it can. Runs the model on a few tokens."""
     head = output_head(model)
     if isinstance(head, TrainableTokensWrapper):
         return TRAINED_TOKENS
@@ -186,10 +186,10 @@ def why_loss_not_fusable(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def _logits_come_from_head(model: nn.Module, head: nn.Linear, formula: HeadFormula) -> bool:
-    """Return whether the model's logits follow from its head's scores by a formula.
+    """Return whether the model computes its logits from its head's scores by a formula.
 
-    The model is run to find out, with its weights. In a trace, which has no values, they are taken
-    to follow.
+    To check it, the model runs with its weights. In a trace, which has no values, the result is
+    always True.
     """
     if isinstance(head.weight, FakeTensor):
         return True  # tests check it for every model of plan.fast
@@ -208,15 +208,15 @@ def _logits_come_from_head(model: nn.Module, head: nn.Linear, formula: HeadFormu
         return False
     expected = formula.logits(outputs[0].float())
     difference = (logits.float() - expected).abs().max().item()
-    # The cap rounds to 2^-8 of a logit in bfloat16; a scale that matters changes more. Weights that
-    # produce NaN pass here: the evaluation refuses them.
+    # The cap rounds to 2^-8 of a logit in bfloat16; a relevant scale changes more. Weights that
+    # produce NaN pass this check: the evaluation rejects them.
     return not difference > 2**-7 * expected.abs().max().item()
 
 
 def _formula_of(model: nn.Module) -> HeadFormula | None:
-    """Return how a model's logits follow from its head's scores, None if in no known way."""
+    """Return the formula from the head's scores to the model's logits; None if it is unknown."""
     base, head = base_model_of(model), model.get_output_embeddings()
-    for module in base.modules():  # of Llama 4 with its encoder, the language model has the head
+    for module in base.modules():  # Llama 4 with an encoder: the language model has the head
         if any(child is head for child in module.children()):
             return head_formula_of(module, head)
     return None
@@ -225,8 +225,8 @@ def _formula_of(model: nn.Module) -> HeadFormula | None:
 def summed_nll(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of -log p(label) in nats over labeled tokens, a float32 scalar.
 
-    logits (B, T, V), labels (B, T) int64; position t predicts label t + 1. A batch without labels
-    gives 0, with a gradient.
+    logits (B, T, V), labels (B, T) int64; position t predicts label t + 1. The result of
+    a batch without labels is 0, with a gradient.
     """
     predicted = logits[:, :-1].float().flatten(0, 1)  # (B * (T - 1), V)
     targets = labels[:, 1:].flatten().to(predicted.device)
@@ -244,5 +244,5 @@ def nll_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def labelled_tokens_of_rows(labels: Tensor) -> Tensor:
-    """Return the number of tokens of each row of labels (B, T) that have a loss, int64 (B,)."""
+    """Return the number of tokens with a loss in each row of labels (B, T), int64 (B,)."""
     return labels[:, 1:].ne(IGNORE_INDEX).sum(dim=1)

@@ -1,6 +1,6 @@
 """Triton kernel of `linear_cross_entropy`: loss and gradient of logits, in place.
 
-Imported only on a GPU: torch for CPUs comes without Triton.
+Imported only on a GPU: CPU builds of torch do not include Triton.
 
 Legend: N tokens, V vocabulary.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from sft_play.models.float8.kernels import load_float32, program_number
 
-BLOCK = 8192  # columns of a row that a program loads at a time
+BLOCK = 8192  # columns of a row that a program loads at once
 WARPS = 16
 
 
@@ -52,7 +52,7 @@ def _rows(
     log_total = largest + tl.log(total)
     wanted = _capped(tl.load(logits + target).to(tl.float32), softcap, HAS_CAP)
     tl.store(nll + row, log_total - wanted)
-    tl.debug_barrier()  # every thread has read the target's score before one overwrites it
+    tl.debug_barrier()  # all threads must read the target's score before one overwrites it
     for start in range(0, columns, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         inside = offsets < columns

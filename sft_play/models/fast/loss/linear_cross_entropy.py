@@ -1,17 +1,17 @@
-"""Fused linear cross entropy: the loss over labeled tokens, without ever holding all logits.
+"""Fused linear cross entropy: the loss over labeled tokens, without ever storing all logits.
 
 Per token, with logits z = hidden @ weight.T, softmax p and target y:
     nll = logsumexp(z) - z[y],  d nll / d z = p - onehot(y),
 and with a cap, z = cap * tanh(s / cap), also d z / d s = 1 - (z / cap)^2.
 
-An output head of V = 128,256 turns 8,192 tokens into 2 GiB of logits in bfloat16, which the plain
-loss copies to float32 and differentiates there: 10 GiB for one number. Here the head runs on one
+An output head of V = 128,256 turns 8,192 tokens into 2 GiB of logits in bfloat16. The plain loss
+copies them to float32 and differentiates there: 10 GiB for one number. Here the head runs on one
 chunk of tokens at a time, and the chunk's logits are overwritten with their gradient. Tokens
-without a label (prompts and padding) are left out altogether. `nll_and_gradient_` has the reference
-for CPUs; the kernel for GPUs is in `kernel`.
+without a label (prompts and padding) are skipped. `nll_and_gradient_` contains the reference for
+CPUs; the kernel for GPUs is in `kernel`.
 
-What a model computes from the output of its head (logits as they are, scaled, or capped) is found
-by running the code of its class on stubs, as in `recognize`: no weights are read.
+A model may use the output of its head unchanged, scaled or capped. To find out which, the code of
+its class runs on stubs, as in `recognize`; no weights are read.
 
 Legend: H hidden features, V vocabulary, N labeled tokens.
 """
@@ -32,18 +32,18 @@ from sft_play.models.sharding import shallow_copy
 TOKENS = 2
 SCORES = 5
 FLOAT32_EPSILON = 1e-5  # models return logits in float32
-LARGE = 100.0  # scores at which any cap of interest bends
+LARGE = 100.0  # scores large enough to be changed by any realistic cap
 
 
 @dataclass(frozen=True)
 class HeadFormula:
-    """How logits follow from the scores of an output head."""
+    """The formula from the scores of an output head to logits."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     def logits(self, scores: Tensor) -> Tensor:
-        """Return the logits of scores."""
+        """Return the logits for scores."""
         scaled = scores * self.scale
         if self.softcap is None:
             return scaled
@@ -51,7 +51,7 @@ class HeadFormula:
 
 
 class StubOutput:
-    """The output of a stack of layers; whatever else a model asks it for is None."""
+    """The output of a stack of layers; every other attribute or item is None."""
 
     def __init__(self, hidden: Tensor):
         self.last_hidden_state = hidden
@@ -67,7 +67,7 @@ class StubOutput:
 
 @real_numbers()
 def head_formula_of(base: PreTrainedModel, head: nn.Module) -> HeadFormula | None:
-    """Return how a model's logits follow from its head's scores, None if in no known way.
+    """Return the formula from the head's scores to the model's logits; None if it is unknown.
 
     `head` is the module that computes the scores, or a wrapper around it.
     """
@@ -78,13 +78,13 @@ def head_formula_of(base: PreTrainedModel, head: nn.Module) -> HeadFormula | Non
     for name, child in base.named_children():
         if child is head:
             children[name] = Stub(lambda x: x * LARGE)
-            children[name].weight = hidden  # models cast its input to the dtype of its weight
+            children[name].weight = hidden  # models cast the head's input to its weight's dtype
         else:
             children[name] = DecoderStub(child, output)
     copied = shallow_copy(base)
     vars(copied)["_modules"] = children
     copied.config = copy.copy(base.config)
-    copied.config.dtype = torch.float32  # Unsloth's models round their logits to it
+    copied.config.dtype = torch.float32  # Unsloth's models round their logits to this dtype
     result = own_result(copied, input_ids=torch.zeros(1, TOKENS, dtype=torch.int64))
     logits = getattr(result, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape != scores.shape:
@@ -94,7 +94,7 @@ def head_formula_of(base: PreTrainedModel, head: nn.Module) -> HeadFormula | Non
 
 
 class DecoderStub(nn.Module):
-    """A stack of layers that returns one output for any input; it has the same attributes."""
+    """A stack of layers that returns the same output for any input, with a decoder's attributes."""
 
     def __init__(self, decoder: nn.Module, output: StubOutput):
         super().__init__()
@@ -109,7 +109,7 @@ class DecoderStub(nn.Module):
 
 
 def _fitting(scores: Tensor, logits: Tensor, softcap: float | None) -> HeadFormula | None:
-    """Return the formula that gives these logits."""
+    """Return the formula that computes these logits from the scores; None if none fits."""
     plain = HeadFormula(scale=float(logits.flatten()[0] / scores.flatten()[0]))
     candidates = [HeadFormula(), plain]
     if softcap is not None:
@@ -120,11 +120,11 @@ def _fitting(scores: Tensor, logits: Tensor, softcap: float | None) -> HeadFormu
     return None
 
 
-# Logits of a chunk: enough to keep the GPU's matrix units busy (1,024 tokens of the largest heads)
+# Logits per chunk: enough to keep the GPU's matrix units busy (1,024 tokens for the largest heads)
 CHUNK_BYTES = 256 * 2**20
-TILE_TOKENS = 128  # the tokens of a chunk are a multiple of this
-# The smallest number of float16 is 6e-8, and a probability among 100,000 tokens is near that. With
-# this factor gradients of hidden states are still below 512 |weight|.
+TILE_TOKENS = 128  # the number of tokens per chunk is a multiple of this
+# The smallest float16 number is 6e-8, and a probability among 100,000 tokens can be near it. With
+# this factor, gradients of hidden states are still below 512 |weight|.
 FLOAT16_SCALE = 256.0
 
 
@@ -133,8 +133,9 @@ def fused_linear_cross_entropy(
 ) -> Tensor:
     """Return the sum of -log p(target) in nats, a float32 scalar.
 
-    hidden (N, H) and weight (V, H) have the same dtype, that of the products; softmax is in
-    float32; targets (N,) int64 in [0, V). Without tokens the sum is 0, with a gradient of zeros.
+    hidden (N, H) and weight (V, H) have the same dtype, which the matrix multiplications use.
+    Softmax is in float32. targets (N,) are int64 in [0, V). Without tokens, the sum is 0, with a
+    gradient of zeros.
     """
     assert hidden.dtype == weight.dtype, f"hidden is {hidden.dtype}, weight {weight.dtype}"
     assert len(hidden) == len(targets), f"{len(hidden)} tokens, {len(targets)} targets"
@@ -142,10 +143,10 @@ def fused_linear_cross_entropy(
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients of the plain sum in the forward pass; backward scales them.
+    """Compute the gradients of the unscaled sum in the forward pass; backward scales them.
 
-    A factor such as 1 / tokens of a step, applied to gradients of logits in float16, would push
-    most of them below the smallest number of that dtype.
+    Scaling the float16 gradients of logits, e.g. by 1 / tokens per step, would push most of them
+    below the smallest number of that dtype.
     """
 
     @staticmethod
@@ -157,13 +158,13 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         nll = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = None
-        if needs_weight:  # in float32 for float16, whose sums over tokens may overflow
+        if needs_weight:  # float32 for float16 weights: sums over tokens may overflow in float16
             dtype = torch.float32 if weight.dtype == torch.float16 else None
             grad_weight = torch.zeros_like(weight, dtype=dtype)
         scale = FLOAT16_SCALE if hidden.dtype == torch.float16 else 1.0
         rows = chunk_tokens(len(hidden), len(weight), weight.element_size())
         buffer = hidden.new_empty(min(rows, len(hidden)), len(weight))  # one for all chunks
-        with torch.autocast(hidden.device.type, enabled=False):  # the caller has cast already
+        with torch.autocast(hidden.device.type, enabled=False):  # the caller has already cast
             for start in range(0, len(hidden), rows):
                 chunk = hidden[start : start + rows]
                 logits = torch.mm(chunk, weight.t(), out=buffer[: len(chunk)])
@@ -187,7 +188,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         )
         gradients = ctx.gradients
         ctx.gradients = None  # released, so that they become .grad without a copy
-        # One dimension: a scalar would itself be rounded to 16 bits, and so would all gradients
+        # 1-D: a scalar would itself be rounded to 16 bits, which would change all gradients
         factor = (grad_nll / ctx.scale)[None]
         grad_hidden, grad_weight = gradients
         if grad_hidden is not None:
@@ -198,7 +199,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def chunk_tokens(tokens: int, vocabulary: int, itemsize: int) -> int:
-    """Return the tokens of a chunk: whole tiles, equal chunks of about CHUNK_BYTES of logits."""
+    """Return the tokens per chunk: full tiles, in equal chunks of about CHUNK_BYTES of logits."""
     tiles = CHUNK_BYTES // (vocabulary * itemsize) // TILE_TOKENS
     most = max(TILE_TOKENS, tiles * TILE_TOKENS)
     chunks = max(1, -(-tokens // most))
@@ -210,7 +211,7 @@ def chunk_tokens(tokens: int, vocabulary: int, itemsize: int) -> int:
 def nll_and_gradient_(
     logits: Tensor, targets: Tensor, softcap: float | None = None, scale: float = 1.0
 ) -> Tensor:
-    """Return the summed nll, a float32 scalar, of logits (N, V) before the cap.
+    """Return the summed nll, a float32 scalar, for logits (N, V) before the cap.
 
     The logits are overwritten with the sum's gradient times `scale`.
     """

@@ -1,11 +1,11 @@
-"""Find the RMSNorms of a decoder and its pre-norm layers, and install their fused functions.
+"""Find a decoder's RMSNorms and pre-norm layers, and install their fused functions.
 
-Gated RMSNorms of token mixers are one kernel of flash-linear-attention instead of ten:
+Gated RMSNorms of token mixers use one kernel of flash-linear-attention instead of ten:
 
     y = w x / rms(x) * act(z)    or    y = w u / rms(u),  u = x * silu(z)
 
-for the rms of all features or of groups of them. Which one a module computes is proved on its real
-inputs, kernel by kernel.
+The rms is over all features or over groups of them. To find out which one a module computes, each
+kernel is compared with it on real inputs.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from sft_play.plan.fast import ZERO_3, has_liger
 
 
 def install_norms(setup: TrainingSetup) -> int:
-    """Fuse RMSNorms: with the residual adds before them, or with Liger's kernel on a GPU."""
+    """Fuse RMSNorms, with residual adds or by Liger's kernel on a GPU; return how many."""
     if setup.has_packed_parts:
         raise Unsupported(ZERO_3)
     kinds = {}
@@ -65,7 +65,7 @@ def _norms_before_linears(
 ) -> set[nn.Module]:
     """Return the norms whose output is not added to the residual stream.
 
-    The gradient of their output belongs to nobody else, and may be overwritten.
+    Nothing else reads the gradient of their output, so it may be overwritten.
     """
     # the norm before the output head; if there are more, one may be added to embeddings
     found = norms & set(setup.decoder.children())
@@ -134,7 +134,7 @@ def norm_then_sigmoid(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
 
 
 def silu_then_norm(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
-    """Return w u / rms(u) of u = x * silu(gate), in groups of features if the norm has some."""
+    """Return w u / rms(u) for u = x * silu(gate), in groups of features if the norm has groups."""
     from fla.modules.norm.layernorm_gated import rmsnorm_fn
 
     features = x.shape[-1]
@@ -144,7 +144,7 @@ def silu_then_norm(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
 
 
 def gated_norms(decoder: nn.Module) -> list[nn.Module]:
-    """Return the modules with one vector of weights whose forward method takes a gate too."""
+    """Return the modules with one vector of weights whose forward method also has a gate."""
     found: list[nn.Module] = []
     for module in decoder.modules():
         if [weight.dim() for weight in module.parameters()] == [1]:
@@ -166,13 +166,13 @@ def install_gated_norms(setup: TrainingSetup) -> None:
             continue
         fuse(agreed, gated_norm_forward)
         waiting = [module for module in waiting if module not in agreed]
-    setup.left_out.clear()  # norms that another kernel computes, or none
+    setup.left_out.clear()  # reasons for norms that another kernel computes, or no kernel
 
 
 def gated_norm_forward(
     self: nn.Module, hidden_states: Tensor, gate: Tensor | None = None
 ) -> Tensor:
-    """Forward method of a gated norm: fused in training, its class's own otherwise."""
+    """Forward method of a gated norm: fused in training, otherwise the one of its class."""
     if gate is None or not is_training(self):
         return type(self).forward(self, hidden_states, gate)
     return self.gated_norm(self, hidden_states, gate)

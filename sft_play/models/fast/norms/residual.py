@@ -2,14 +2,14 @@
 
     y = x / rms(x) * (offset + weight),  rms(x) = sqrt(mean(x^2) + epsilon)
 
-A norm by itself is Liger's kernel on a GPU. With the residual add:
+A norm by itself uses Liger's kernel on a GPU. With the residual add:
 
     forward    s = r + x,  n = s / rms(s),  y = n w
     backward   m = dy w,  dr = dx = ds + (m - n mean(m n)) / rms(s)
 
-Every norm of a decoder layer reads the residual stream, and its gradient is added to the stream's:
-on a GPU the norm's kernels compute both sums. Only for frozen weights: the gradient of a trained
-weight needs sums over all tokens.
+Every norm of a decoder layer reads the residual stream, and its gradient is added to the stream's.
+On a GPU, the norm's kernels compute both sums. This is only for frozen weights: the gradient of a
+trained weight needs sums over all tokens.
 
 Legend: N tokens, H features.
 """
@@ -31,12 +31,12 @@ from sft_play.models.partitioned import gathered, is_partitioned
 
 @dataclass(frozen=True)
 class NormKind:
-    """How an architecture's RMSNorm computes."""
+    """How the RMSNorm of an architecture computes."""
 
-    casting: str  # what is computed in float32: "llama" x / rms(x), "gemma" everything
-    offset: float  # of the weight
+    casting: str  # the part in float32: x / rms(x) for "llama", everything for "gemma"
+    offset: float  # added to the weight
     # Whether the gradient of its input may overwrite the gradient of its output. False if its
-    # output is added to the residual stream: both summands get the same gradient tensor.
+    # output is added to the residual stream: then both summands have the same gradient tensor.
     in_place: bool
 
 
@@ -45,7 +45,7 @@ GEMMA = NormKind("gemma", 1.0, in_place=True)
 
 
 def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
-    """Forward method of an RMSNorm: Liger's in training, its class's own otherwise.
+    """Forward method of an RMSNorm: Liger's in training, otherwise the one of its class.
 
     No gradient is computed for a frozen weight.
     """
@@ -55,7 +55,7 @@ def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
-    """Return y like x, by Liger's kernel."""
+    """Return y like x, computed by Liger's kernel."""
     if traced_gpu.is_on:
         return AllocatedRmsNorm.apply(x, weight, kind.in_place)
     from liger_kernel.ops import LigerRMSNormFunction  # imports Triton, which needs a GPU
@@ -79,7 +79,7 @@ class AllocatedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Gradients:
-        """Return the gradients of x and of the weight if it is trained."""
+        """Return the gradient of x, and that of the weight if it is trained."""
         x, weight, _ = ctx.saved_tensors
         grad_x = grad if ctx.in_place else torch.empty_like(x)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
@@ -102,14 +102,14 @@ class LayerRoles:
     block1: str  # attention or another mixer of tokens
     norm2: str
     block2: str  # MLP or experts
-    is_tuple1: bool  # whether block1 returns its output in a tuple
+    is_tuple1: bool  # whether block1 returns a tuple
     is_tuple2: bool
     multiplier: float = 1.0  # m
-    arguments: tuple[tuple[str, str], ...] = ()  # of block1: its name, and the layer's name for it
-    passes_more: bool = False  # the layer passes arguments that it does not know to block1
+    arguments: tuple[tuple[str, str], ...] = ()  # of block1: its name, the layer's name
+    passes_more: bool = False  # whether the layer passes unknown arguments on to block1
 
     def arguments_of(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return what block1 is called with besides its input, of the arguments of the layer."""
+        """Return block1's keyword arguments, selected from those of the layer."""
         chosen = {name: kwargs[given] for name, given in self.arguments if given in kwargs}
         if self.passes_more:
             known = {given for _, given in self.arguments}
@@ -124,7 +124,7 @@ def layer_forward(
     is_checkpointed: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Forward method of a pre-norm decoder layer: fused in training, its class's own otherwise.
+    """Forward method of a pre-norm decoder layer: fused in training, else the one of its class.
 
     Shapes: (B, T, H) to (B, T, H).
     """
@@ -153,15 +153,15 @@ def _scaled(x: Tensor, multiplier: float) -> Tensor:
 def add_norm(
     x: Tensor, residual: Tensor | None, norm: nn.Module, kind: NormKind
 ) -> tuple[Tensor, Tensor]:
-    """Return norm(s) and s = residual + x, each (..., H) in the type of x; s is x if no residual.
+    """Return norm(s) and s = residual + x, each (..., H) in x's dtype; s is x without residual.
 
-    Use this s instead of x afterwards: its gradient and the norm's are then added in one pass.
+    Use this s instead of x afterwards: then its gradient and the norm's are added in one pass.
     """
     return AddNormFunction.apply(x, residual, norm.weight, epsilon(norm), kind)
 
 
 class AddNormFunction(torch.autograd.Function):
-    """(norm(s), s) of s = residual + x. Saves s, which others save too, and 1 / rms per token."""
+    """(norm(s), s) for s = residual + x. Saves s, as other modules do, and 1 / rms per token."""
 
     @staticmethod
     def forward(
@@ -191,7 +191,7 @@ class AddNormFunction(torch.autograd.Function):
 
 
 class Reference:
-    """The formulas in torch, for CPUs and tests. It rounds if transformers' norms round."""
+    """The formulas in torch, for CPUs and tests. They round where transformers' norms round."""
 
     @staticmethod
     def forward(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sft_play.models.float8.kernels import load_float32, program_number
 
-FEATURES_PER_WARP = 512  # 16 of a thread: two loads of 16 bytes of bfloat16
+FEATURES_PER_WARP = 512  # 16 per thread: two 16-byte loads of bfloat16
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def backward(
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
-    """Return the features of a token, the block that holds them, and its warps."""
+    """Return the number of features per token, their block size, and its number of warps."""
     features = x.shape[-1]
     block = triton.next_power_of_2(features)
     return features, block, min(32, max(1, block // FEATURES_PER_WARP))
