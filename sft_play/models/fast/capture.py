@@ -4,7 +4,7 @@ Modules that cannot differ form a kind: same class, attributes, shapes and child
 runs on a few tokens: on documents packed into one row, and on an unpacked batch. The inputs of the
 first module of each kind are stored.
 
-Legend: B rows, T tokens of a row, N documents.
+Legend: B rows, T tokens per row, N documents.
 """
 
 import contextlib

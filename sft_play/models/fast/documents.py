@@ -13,7 +13,7 @@ right. `attention.forward.remove_mask` replaces the mask with UNMASKED.
 `forward_by_document` runs the original implementation of a module on one document after another.
 This is exact for any module. It is the reference for fused code that runs on all documents at once.
 
-Legend: B rows, T tokens of a row, N documents, G groups of documents.
+Legend: B rows, T tokens per row, N documents, G groups of documents.
 """
 
 from collections.abc import Iterator, Sequence

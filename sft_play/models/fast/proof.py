@@ -9,7 +9,7 @@ implementation in float32 decides whether that is rounding. If an earlier start 
 A trace has no values. There, `prove` checks that the fused code runs and returns the same shapes as
 the original implementation. The trace then counts the bytes of the code that the run will use.
 
-Legend: B rows, T tokens of a row.
+Legend: B rows, T tokens per row.
 """
 
 import functools

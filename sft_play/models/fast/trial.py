@@ -3,7 +3,7 @@
 `Trial.run` returns output and gradients. Two results agree if they differ only by rounding.
 Weights, gradients, training mode and random generators are not changed.
 
-Legend: B rows, T tokens of a row.
+Legend: B rows, T tokens per row.
 """
 
 import contextlib

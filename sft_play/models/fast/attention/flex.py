@@ -6,7 +6,7 @@ without a mask of all pairs: 4 MiB of indices at 131,072 tokens.
 
 flex_attention is compiled on a GPU. Elsewhere it stores all scores, and has no backward pass.
 
-Legend: N tokens, Q blocks of BLOCK tokens, H query heads, K key and value heads, D features of a
+Legend: N tokens, Q blocks of BLOCK tokens, H query heads, K key and value heads, D features per
 head of queries and keys, V of values.
 """
 

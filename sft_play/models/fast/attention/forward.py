@@ -9,7 +9,7 @@ the name in their config (AttentionInterface). SFT-Play's functions are register
 `sft_play_over_<own>`. With any mask but UNMASKED, these call the model's previous function. The
 mask function of `own` is registered by the same name, so that masks are created as before.
 
-Legend: B rows, T tokens of a row, H query heads, K key and value heads, D features of a head.
+Legend: B rows, T tokens per row, H query heads, K key and value heads, D features per head.
 """
 
 import functools

@@ -9,7 +9,7 @@ On a GPU:
 - heads above 256 features: torch's memory-efficient kernel
 - soft caps, and windows or sinks of heads above 256 features: flex_attention, compiled
 
-Legend: B rows, T tokens of a row, N = B * T, H query heads, K key and value heads, D features of a
+Legend: B rows, T tokens per row, N = B * T, H query heads, K key and value heads, D features per
 head of queries and keys, V of values.
 """
 

@@ -5,8 +5,8 @@
 Rotary position embeddings (RoPE) use Liger's kernel on a GPU, and the formula elsewhere. In a
 trace, attention and RoPE allocate the same as the kernels.
 
-Legend: B rows, T tokens of a row, N tokens of all documents, H query heads, K key and value heads,
-D features of a head of queries and keys, R of them rotated, V of values.
+Legend: B rows, T tokens per row, N tokens in all documents, H query heads, K key and value heads,
+D features per head of queries and keys, R of them rotated, V of values.
 """
 
 from dataclasses import dataclass, replace

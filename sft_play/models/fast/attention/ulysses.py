@@ -8,7 +8,7 @@ ranks, each head is sent to several ranks, and their gradients are summed.
 
 Each exchange is one all-to-all. Its gradient is the reverse exchange.
 
-Legend: B rows, T tokens of a row, H query heads, K key and value heads, D features of a head.
+Legend: B rows, T tokens per row, H query heads, K key and value heads, D features per head.
 """
 
 from dataclasses import dataclass

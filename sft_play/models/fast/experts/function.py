@@ -15,7 +15,7 @@ the formula of gpt-oss: features of gate and up are interleaved, and
 The gradient of a routing weight does not need an expert's output. With z = down(h), dz = w dout,
     dh = down^T dout,  dw = <dout, z> = <dh, h>,  dy = w gate'(y) dh
 
-Legend: N tokens, k experts of a token, S = N k rows, H hidden, I intermediate features, F features
+Legend: N tokens, k experts per token, S = N k rows, H hidden, I intermediate features, F features
 of y, the output of the inner linear (2 I, or I without a gate).
 """
 

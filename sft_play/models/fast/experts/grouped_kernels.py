@@ -8,7 +8,7 @@ expert and are not written.
 4-bit weights are unpacked tile by tile, to the same numbers as in `four_bit`. A launch may cover
 only some experts; it does not change the rows of the others.
 
-Legend: N tokens, k experts of a token, S rows, E experts, K features that are summed over, M
+Legend: N tokens, k experts per token, S rows, E experts, K features that are summed over, M
 features of the result, r rank of an adapter, P and M the sides of an outer product.
 """
 

@@ -1,6 +1,6 @@
 """Triton kernels of `products` and `function`. Imported only on a GPU.
 
-Legend: N tokens, k experts of a token, S = N k rows, H hidden, I intermediate features.
+Legend: N tokens, k experts per token, S = N k rows, H hidden, I intermediate features.
 """
 
 import torch

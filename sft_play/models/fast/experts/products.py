@@ -17,7 +17,7 @@ Tokens are sorted by expert, and the results of a token's experts are summed. No
 for the GPU: the number of tokens per expert stays on the device. If the chosen expert is on another
 rank, the choice gets a row after all others, which is not computed.
 
-Legend: N tokens, k experts of a token, S = N k rows sorted by expert, E experts, H features, r rank
+Legend: N tokens, k experts per token, S = N k rows sorted by expert, E experts, H features, r rank
 of an adapter, `in` and `out` features, K features that are summed over, M those of a result.
 """
 

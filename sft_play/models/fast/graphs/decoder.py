@@ -19,7 +19,7 @@ are not verified again: the layers would need the memory of all other recordings
 Ranks that share experts compute together. They also record and replay together, in a shape that
 they agree on.
 
-Legend: B rows, T tokens of a row, N documents, H hidden features.
+Legend: B rows, T tokens per row, N documents, H hidden features.
 """
 
 import contextlib

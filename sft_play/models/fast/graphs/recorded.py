@@ -2,7 +2,7 @@
 
 A recording reads inputs from static buffers and adds to gradients in static buffers.
 
-Legend: B rows, T tokens of a row, N documents, H hidden features.
+Legend: B rows, T tokens per row, N documents, H hidden features.
 """
 
 import contextlib

@@ -3,8 +3,8 @@
 The allocations are those in the source of fla-core 0.6.0. Buffers that a kernel frees when it
 returns are deleted at the end of a function. The package imports Triton, which needs a GPU.
 
-Legend: B rows, T tokens of a row, C channels, W width of a convolution, H heads, P features of a
-head, S of its state.
+Legend: B rows, T tokens per row, C channels, W width of a convolution, H heads, P features per
+head, S per state.
 """
 
 import torch

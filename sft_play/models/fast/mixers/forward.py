@@ -10,8 +10,8 @@ returns a copy of its forward method in which these names refer to the functions
 each document of a packed batch with an empty state. On a GPU they call the kernels of
 flash-linear-attention, which accept the boundaries; elsewhere they call the mixer's own functions.
 
-Legend: B rows, T tokens of a row or of the flattened rows, N documents, C channels, W width of a
-convolution, H heads, G groups of heads, P features of a head, S of its state.
+Legend: B rows, T tokens per row or in the flattened rows, N documents, C channels, W width of a
+convolution, H heads, G groups of heads, P features per head, S per state.
 """
 
 import functools
