@@ -32,8 +32,8 @@ PLAIN = "plain"
 LENGTHS = (19, 1, 3, 23)
 PAST_WINDOW = 8  # tokens by which a document exceeds the longest window
 SEED = 0
-# Attributes that differ between layers but do not change what is computed (PEFT's kwargs contain
-# the name of the layer), and the place that weights come from
+# Attributes that do not change what is computed: those that differ between layers (PEFT's kwargs
+# contain the layer's name), and the source of the weights
 IGNORED_ATTRIBUTES = frozenset(
     {"training", "layer_idx", "gradient_checkpointing", "kwargs", "name_or_path"}
 )

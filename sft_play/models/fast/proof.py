@@ -1,7 +1,7 @@
 """Proof that a fused module computes the same as its original implementation.
 
 `prove` runs before a fused module is installed. It runs the fused code and the original
-implementation on the inputs stored by `capture`, on this device and in this dtype, and compares
+implementation on the inputs stored by `capture`, on this device and in this dtype. It then compares
 outputs and gradients. It runs one module per kind. If the two differ in 16 bits, the original
 implementation in float32 decides whether that is rounding. If an earlier start has proved a kernel
 (`record`), only outputs are compared.
@@ -134,7 +134,7 @@ def _why_not_proved(
                 module.train()
                 part = None if part_of is None else part_of(module, call)
                 trial = Trial(module, call, setup.process, mixes_tokens, errors)
-                # the original may attend across documents, if the model passes it no such mask
+                # the original may attend across documents, if the model passes no mask for them
                 lengths = inputs.documents.lengths if mixes_tokens and batch == PACKED else None
                 where = _where_different(trial, given, fused, part, lengths)
         if where is not None:

@@ -131,7 +131,7 @@ def gated_mlp_of(module: nn.Module) -> GatedMlp | None:
 
 
 def _activations_of(module: nn.Module) -> list[Activation]:
-    """Return the activations that a module may compute: a child's, or one in its own code."""
+    """Return the activations that a module may compute: a child's, or one in its class's code."""
     others = [child for child in module.children() if not is_linear(child)]
     if not others:
         return ["silu", "gelu_tanh"]

@@ -30,7 +30,7 @@ Choices = list[Tensor]  # the indices that each topk chose, e.g. the experts of 
 
 # Largest difference of two rows of features (of a token, of a matrix), over the root mean square
 # of all rows of the original result. Float32: sums in another order. 16 bits: fused code rounds
-# less often than the code that it replaces, and each rounding moves a row by up to half of 2^-7
+# less often than the code that it replaces. Each rounding moves a row by up to half of 2^-7
 # (bfloat16) or 2^-10 (float16). Gradients pass through about ten roundings.
 TOLERANCES = {
     torch.float64: 1e-9,

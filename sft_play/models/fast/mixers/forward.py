@@ -268,8 +268,8 @@ KERNELS: dict[str, Callable[[Kernel], Kernel]] = {
     "mamba_inner_fn": _not_available,
 }
 
-# Arguments that tell attention about documents. If the original implementation of a mixer reads
-# them, it may reset its state at the wrong tokens, or reset only one of its two states.
+# Arguments that tell attention about documents. A mixer's original implementation that reads them
+# may reset its state at the wrong tokens, or reset only one of its two states.
 LEFT_OUT = (*BOUNDARIES, "seq_idx")
 
 
