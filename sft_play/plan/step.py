@@ -1,7 +1,7 @@
-"""What an optimizer step computes, and how its rows are cut into micro-batches. Pure: no torch.
+"""The computation of an optimizer step, and its split into micro-batches. Pure: no torch.
 
-Counts of adapters are exact if the matrices of the model are, but for biases of modules that are
-trained in full; `models.parameters` counts the real model.
+Counts of adapters are exact if the matrices of the model are known, except for biases of modules
+that are trained in full; `models.parameters` counts the real model.
 """
 
 from dataclasses import dataclass, replace
@@ -33,19 +33,19 @@ class Layout:
     """
 
     batch_size: int  # rows of a micro-batch on one rank
-    grad_accum: int  # micro-batches of a rank and step, before packing
+    grad_accum: int  # micro-batches per rank and step, before packing
     world_size: int
     max_seq_len: int  # tokens
     checkpointed_layers: int = 0  # the first ones of the model, recomputed in the backward pass
     fullest_step: int | None = None  # sequences of the fullest packed step; None: not packed
     in_one_row: bool = False  # the packed documents of a micro-batch, without a row's padding
-    pair_cost: float = 0.0  # of attention between two tokens, in what else a token costs
+    pair_cost: float = 0.0  # cost of attention between two tokens, relative to a token's other cost
     waits_each_micro_batch: bool = False  # ranks for each other; else once a step, as under DDP
     context_parallel: int = 1  # ranks that share each row
 
     @property
     def replicas(self) -> int:
-        """Micro-batches that are computed at the same time."""
+        """Number of micro-batches that are computed in parallel."""
         return self.world_size // self.context_parallel
 
     @property
@@ -59,26 +59,26 @@ class Layout:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank and step: if packed, the fewest that fit the fullest step."""
+        """Micro-batches per rank and step: if packed, the fewest that fit the fullest step."""
         if self.fullest_step is None:
             return self.grad_accum
         return -(-self.fullest_step // (self.batch_size * self.replicas))
 
     @property
     def sequences(self) -> int:
-        """Sequences of a micro-batch at most: packed, as few as that many micro-batches allow."""
+        """Maximum sequences per micro-batch: if packed, as few as that many micro-batches allow."""
         if self.fullest_step is None:
             return self.batch_size
         return -(-self.fullest_step // (self.micro_batches * self.replicas))
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row on one rank at most."""
+        """Maximum tokens of a row on one rank."""
         return -(-self.max_seq_len // self.context_parallel)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank at most."""
+        """Maximum tokens of a micro-batch on one rank."""
         return self.sequences * self.row_tokens
 
     @property
@@ -90,7 +90,7 @@ class Layout:
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients of earlier micro-batches stay while the next one is computed."""
+        """Whether gradients of earlier micro-batches are in memory during the next one."""
         return self.micro_batches > 1
 
     def packed(self, fullest_step: int) -> "Layout":
@@ -102,7 +102,7 @@ class Layout:
         return replace(self, fullest_step=None)
 
 
-# Bytes of an optimizer's state for each trained weight
+# Bytes of an optimizer's state per trained weight
 STATE_BYTES = {
     "paged_adamw_32bit": 8,
     "adamw_8bit": 2,
@@ -124,7 +124,7 @@ class Adapters:
     has_dropout: bool = False
     saved_modules: tuple[str, ...] = ()  # trained in full
     experts: str = "auto"  # per_expert, shared, none
-    trained_tokens: int = 0  # whose rows of embedding and head are trained
+    trained_tokens: int = 0  # tokens whose rows of embedding and head are trained
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -152,7 +152,7 @@ class Adapters:
     def weights(self, model: ModelShape, is_active: bool = False) -> int:
         """Return the weights of the A and B matrices, and of DoRA's magnitudes.
 
-        Each expert has an A and a B, or those that all of them share; `is_active` counts those
+        Each expert has a separate A and B, or all experts share them; `is_active` counts those
         that a token is multiplied by.
         """
         weights = 0
@@ -172,7 +172,7 @@ class Adapters:
         return {name.rpartition(".")[2] for name in self.saved_modules}
 
     def describe(self) -> str:
-        """Return what is trained beyond rank and targets, after a comma; "" for nothing."""
+        """Return the trained parts beyond rank and targets, after a comma; "" for nothing."""
         text = ""
         if self.layers is not None:
             text += f", layers {', '.join(map(str, self.layers))}"
@@ -202,7 +202,7 @@ PLAIN = Adapters()  # of the default rank on the linear layers of all blocks
 
 
 def _module_sizes(model: ModelShape) -> dict[str, int]:
-    """Return the weights of all modules of a name, except embedding and head."""
+    """Return the weights of all modules with a name, except embedding and head."""
     sizes = {"norm": model.hidden}
     for name in LAYER_NORMS:
         sizes[name] = model.layers * model.hidden
@@ -214,12 +214,12 @@ def _module_sizes(model: ModelShape) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What each rank computes; bytes, operations and seconds follow from it and a Layout."""
+    """The computation of each rank; bytes, FLOPs and seconds follow from it and a Layout."""
 
     model: ModelShape
     mode: str  # lora, qlora, full
-    compute_bytes: int  # of a number: 2 for bfloat16 and float16, 4 for float32
-    weight_bytes: int  # of an unquantized base weight
+    compute_bytes: int  # per number: 2 for bfloat16 and float16, 4 for float32
+    weight_bytes: int  # per unquantized base weight
     optim: str
     double_quant: bool
     is_fast: bool  # on fused kernels
@@ -232,34 +232,34 @@ class StepSpec:
     adapters: Adapters = PLAIN
     offload_activations: bool = False  # inputs of checkpointed layers, to the host
     context_parallel: int = 1  # ranks that share each row
-    keeps_attention: bool = False  # outputs of attention in layers that are recomputed
-    host_layers: int | None = None  # whose inputs the host has room for; None: all
+    keeps_attention: bool = False  # save outputs of attention in layers that are recomputed
+    host_layers: int | None = None  # layers whose inputs fit into host memory; None: all
     fuses_loss: bool | None = None  # head and loss in chunks; None: as is_fast
     traced: TracedStep | None = None  # if the closed form has not been shown to fit
     untraced: str | None = None  # why such a model was not traced
-    is_fsdp: bool = False  # base weights are divided among the ranks by FSDP
+    is_fsdp: bool = False  # FSDP shards the base weights across the ranks
     expert_ranks: int = 1  # ranks that share the experts of each layer
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
-    layers_by_gpu: tuple[int, ...] = ()  # of one model on the GPUs of one process; (): on one
-    is_float8: bool = False  # linear weights of the base in 8 bits, and products of 8-bit numbers
+    layers_by_gpu: tuple[int, ...] = ()  # for one model on the GPUs of one process; (): on one GPU
+    is_float8: bool = False  # linear weights of the base in 8 bits, and GEMMs of 8-bit numbers
     records_graphs: bool = False  # layers are CUDA graphs
     offloaded_weight_layers: int = 0  # frozen, to the host
     kernels: FastPlan = UNKNOWN_KERNELS
 
     @property
     def memory_source(self) -> Literal["closed form", "traced", "guess"]:
-        """Where the bytes of a step's activations come from."""
+        """The source of the bytes of a step's activations."""
         if self.traced is not None:
             return "traced"
         return "closed form" if self.untraced is None else "guess"
 
     @property
     def most_layers(self) -> int:
-        """Layers of the fullest GPU if one model is placed on several, else 0."""
+        """Number of layers on the fullest GPU if one model is placed on several, else 0."""
         return max(self.layers_by_gpu, default=0)
 
     def offloaded(self, checkpointed_layers: int) -> int:
-        """Return how many checkpointed layers, the first ones, have their inputs on the host."""
+        """Return how many checkpointed layers (the first ones) have their inputs on the host."""
         if not self.offload_activations:
             return 0
         room = self.model.layers if self.host_layers is None else self.host_layers
@@ -272,14 +272,14 @@ class StepSpec:
         return "train.weight_offloading" if self.offloaded_weight_layers else None
 
     def of_rank(self) -> "StepSpec":
-        """Return the step with the experts of one rank as all that there are."""
+        """Return the step as if one rank's experts were all experts."""
         if self.expert_ranks == 1:
             return self
         structure = self.model.counts.with_experts_of_rank(self.expert_ranks)
         return replace(self, model=replace(self.model, structure=structure))
 
     def without_experts(self) -> "StepSpec":
-        """Return the step with only those adapters of which every rank has all."""
+        """Return the step with only those adapters that are complete on every rank."""
         if self.expert_ranks == 1 or self.adapters.experts == "shared":
             return self
         return replace(self, adapters=replace(self.adapters, experts="none"))
@@ -291,7 +291,7 @@ class StepSpec:
 
     @property
     def casts_weights(self) -> bool:
-        """Whether autocast computes with 16-bit copies of float32 weights, and keeps them."""
+        """Whether autocast computes with, and caches, 16-bit copies of float32 weights."""
         is_autocast = self.is_half and not self.zero_stage and not self.is_fsdp
         return is_autocast and self.is_full and self.weight_bytes == 4
 
@@ -302,17 +302,17 @@ class StepSpec:
 
     @property
     def divides_training(self) -> bool:
-        """Whether FSDP divides gradients and optimizer too; adapters are complete on every rank."""
+        """Whether FSDP shards gradients and optimizer, too; adapters are complete on every rank."""
         return self.is_fsdp and self.is_full
 
     @property
     def offloads_training(self) -> bool:
-        """Whether FSDP keeps gradients and optimizer in host memory too."""
+        """Whether FSDP stores gradients and optimizer in host memory, too."""
         return self.divides_training and self.offload_weights
 
     @property
     def is_half(self) -> bool:
-        """Whether matrix products are in 16 bits."""
+        """Whether matrix multiplications are in 16 bits."""
         return self.compute_bytes == 2
 
     @property
@@ -334,7 +334,7 @@ class StepSpec:
 
     @property
     def has_adapted_experts(self) -> bool:
-        """Whether experts in one parameter have adapters."""
+        """Whether experts stacked in one parameter have adapters."""
         return not self.is_full and any(kind.is_stacked for kind in self.adapted_matrices)
 
     @property
@@ -350,7 +350,7 @@ class StepSpec:
 
     @property
     def trained_bytes(self) -> int:
-        """Bytes of a trained weight and of its gradient; adapters are in float32."""
+        """Bytes per trained weight and per its gradient; adapters are in float32."""
         return self.weight_bytes if self.is_full else 4
 
     @property
@@ -388,5 +388,5 @@ class StepSpec:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes of DeepSpeed's float32 copy of each trained weight."""
+        """Bytes per trained weight of DeepSpeed's float32 copy."""
         return 4 if self.zero_stage else 0

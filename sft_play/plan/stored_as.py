@@ -42,27 +42,27 @@ NAMES = {
 
 @dataclass(frozen=True)
 class StoredAs:
-    """The format of quantized weights, and what is done with it.
+    """The format of quantized weights, and how they are trained.
 
-    `dequantized`: each is read as the number that it stands for, and the model is one of 16 bits.
-    `packed`: it is trained as it is, under adapters.
+    `dequantized`: each weight is read as the number that it represents, and the model has 16 bits.
+    `packed`: it is trained unchanged, under adapters.
     """
 
     name: str
     way: Literal["dequantized", "packed", "refused"]
     block: Block | None = None  # rows and columns that share a scale, if config.json names them
-    dtype: str = "bfloat16"  # in which the model says that it computes
+    dtype: str = "bfloat16"  # the compute dtype that the model declares
 
 
 def stored_as(config: ModelConfigJson, headers: Iterable[Header] = ()) -> StoredAs | None:
-    """Return the format that a config.json declares, or its files show; None for plain weights."""
+    """Return the format that config.json or the files show; None for plain weights."""
     declared = _declared(config)
     dtypes = dict(headers)
     found = _shown(dtypes) if declared is None else _format(declared)
     if found is None:
         return None
     if found.way == "packed" and dtypes and not any(name.endswith(".absmax") for name in dtypes):
-        return None  # a merged folder whose config.json still has the base's section
+        return None  # a merged folder whose config.json still contains the base's section
     text = config.get("text_config") or config
     dtypes = (part.get(key) for part in (config, text) for key in ("dtype", "torch_dtype"))
     dtype = next(filter(None, dtypes), None)
@@ -95,12 +95,12 @@ def _format(declared: ModelConfigJson) -> StoredAs:
 
 
 def keeps_mxfp4(config: Config, stored: StoredAs | None) -> bool:
-    """Return whether experts that are stored in MXFP4 are trained as they are."""
+    """Return whether experts that are stored in MXFP4 are trained in this format."""
     return config.tuning.mode == "qlora" and stored is not None and stored.name == MXFP4
 
 
 def refuse_untrainable(config: Config, stored: StoredAs | None) -> None:
-    """Raise ConfigError for a format that this mode does not train, with what to set."""
+    """Raise ConfigError for a format that this mode cannot train, with the setting to change."""
     if stored is None or stored.way == "dequantized":
         return
     where = f"model.name={config.model.name}: its weights are"
@@ -111,7 +111,7 @@ def refuse_untrainable(config: Config, stored: StoredAs | None) -> None:
         )
     tuning = config.tuning
     if tuning.backend == "unsloth":
-        return  # it chooses the mode by the files itself
+        return  # it chooses the mode from the files itself
     if tuning.mode != "qlora" or tuning.has_float8_base:
         raise ConfigError(
             f"{where} in 4 bits, and tuning.mode={tuning.mode} needs 16: set TUNING_MODE=qlora, or "
@@ -120,7 +120,7 @@ def refuse_untrainable(config: Config, stored: StoredAs | None) -> None:
 
 
 def _declared(config: ModelConfigJson) -> ModelConfigJson | None:
-    """Return what a config.json says of quantization; None if it says nothing."""
+    """Return the quantization section of a config.json; None without one."""
     for part in (config, config.get("text_config") or {}):
         for section in SECTIONS:
             declared = part.get(section)
@@ -130,7 +130,7 @@ def _declared(config: ModelConfigJson) -> ModelConfigJson | None:
 
 
 def _compressed(declared: ModelConfigJson) -> StoredAs:
-    """Return the format of compressed-tensors, whose groups of layers may have one each."""
+    """Return the format of compressed-tensors; each of its groups of layers may have a format."""
     groups = [group for group in (declared.get("config_groups") or {}).values() if group]
     found = {group.get("format") or declared.get("format") for group in groups}
     found = {str(name) for name in found or {declared.get("format")} if name}

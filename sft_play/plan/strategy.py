@@ -1,4 +1,4 @@
-"""How the processes of a run share it: train.strategy, the make target, model.device_map.
+"""How the processes of a run share the work: train.strategy, the make target, model.device_map.
 
 Loads no torch.
 """
@@ -19,17 +19,17 @@ from sft_play.errors import ConfigError
 from sft_play.plan.devices import Hardware
 from sft_play.plan.ranks import Ranks, Strategy, visible_entries
 
-# For a stage if the user names no JSON
+# The JSON for a stage if the user names none
 ZERO_CONFIGS = {
     f"zero{stage}": PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json" for stage in (1, 2, 3)
 }
-# What make train-deepspeed tries, in order
+# The stages that make train-deepspeed tries, in order
 ZERO_ORDER = ("zero2", "zero3")
 UNSHARDED = (
     *("tuning.lora.use_dora", "tuning.lora.modules_to_save", "tuning.lora.trainable_tokens"),
     "model.add_tokens",
 )
-# The optimizers whose step torch can divide among ranks; bitsandbytes' kernels take full tensors
+# The optimizers whose step torch can shard across ranks; bitsandbytes' kernels need full tensors
 DIVISIBLE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
@@ -43,26 +43,26 @@ class Engine:
 
 @dataclass(frozen=True)
 class AskedStrategy:
-    """What a config and a make target ask for."""
+    """The strategy that a config and a make target request."""
 
     name: str  # of train.strategy
-    described: str  # with its value and where it was written
+    described: str  # with its value and origin
     uses_deepspeed: bool
     deepspeed_path: Path | None  # the user's JSON
 
     @property
     def is_shared(self) -> bool:
-        """Whether it is for several processes, and so takes all GPUs if nobody says how many."""
+        """Whether it needs several processes, and therefore uses all GPUs by default."""
         return self.name not in ("auto", "ddp")
 
     def engines(
         self, config: Config, ranks: Ranks, is_float16: bool, compares: bool
     ) -> tuple[Engine, ...]:
-        """Return what may run; the others are for if the first does not fit.
+        """Return the possible engines; later ones are used if the first does not fit.
 
-        `is_float16` says that the run computes in float16. `compares` also asks for what is tried
-        only if its target is typed.
-        Raises: ConfigError if the one that is asked for cannot run.
+        `is_float16` is True if the run computes in float16. `compares` also includes engines that
+        are otherwise tried only with their make target.
+        Raises: ConfigError if the requested one cannot run.
         """
         if self.uses_deepspeed:
             return self._zero_engines()
@@ -101,7 +101,7 @@ class AskedStrategy:
 def asked_strategy(
     loaded: LoadedConfig, invocation: Invocation, use_deepspeed: bool
 ) -> AskedStrategy:
-    """Return what is asked for; `use_deepspeed` is that of make train-deepspeed.
+    """Return the requested strategy; `use_deepspeed` is True for make train-deepspeed.
 
     Raises: ConfigError if train.strategy contradicts the target or the user's DeepSpeed JSON.
     """
@@ -136,14 +136,14 @@ def asked_strategy(
 
 
 def resolved_name(strategy: Strategy, zero_stage: int) -> str:
-    """Return the train.strategy that asks for a strategy; DDP of one process is that process."""
+    """Return the train.strategy value for a strategy; DDP with one process is that process."""
     if strategy == "deepspeed":
         return f"zero{zero_stage}" if zero_stage else "auto"
     return "ddp" if strategy == "single" else strategy
 
 
 def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
-    """Return why a config cannot run under FSDP and what can, None if it can."""
+    """Return why a config cannot run under FSDP and which strategy can, None if it can."""
     backend = backend_of(config)
     if not backend.runs_under_fsdp:
         return (
@@ -177,12 +177,12 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
 
 
 def unsharded(config: Config) -> list[str]:
-    """Return the settings of adapters for which PEFT reads full weights."""
+    """Return the adapter settings for which PEFT reads full weights."""
     return [name for name in UNSHARDED if attrgetter(name)(config)]
 
 
 def why_not_ep(config: Config, is_float16: bool = False) -> str | None:
-    """Return why ranks cannot share the experts of a config's model and what can be, else None."""
+    """Return why ranks cannot share the experts of a config's model, and what can; else None."""
     backend = backend_of(config)
     train = config.train
     if not backend.runs_under_fsdp:
@@ -242,10 +242,10 @@ def apply_device_map(
     hardware: Hardware,
     environ: Mapping[str, str],
 ) -> Ranks:
-    """Return the ranks of a run: all GPUs for one process if model.device_map asks for it.
+    """Return the ranks of a run: one process with all GPUs if model.device_map requests it.
 
-    NUM_GPUS=1 is one GPU, also under a device map.
-    Raises: ConfigError for a map that this run cannot have.
+    NUM_GPUS=1 means one GPU, also under a device map.
+    Raises: ConfigError for a map that is not possible in this run.
     """
     wanted = loaded.config.model.device_map
     if wanted is None:
@@ -321,7 +321,7 @@ def _refuse_devices(
 def resolved_map(
     value: MapRule | ModuleDevices | None, ranks: Ranks
 ) -> MapRule | ModuleDevices | None:
-    """Return the map that the run folder names: null if each process has one device."""
+    """Return the map for the run folder: null if each process has one device."""
     if isinstance(value, dict):
         return value
     if ranks.gpus_per_process == 1:

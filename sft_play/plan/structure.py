@@ -1,6 +1,6 @@
-"""What the modules of a model are: its matrices, experts and kinds of layers. Pure: no torch.
+"""The structure of a model: its matrices, experts and kinds of layers. Pure: no torch.
 
-`models.structure` counts them on the model itself, without weights. Bytes, adapters and operations
+`models.structure` counts them on the model itself, without weights. Bytes, adapters and FLOPs
 follow from the counts.
 """
 
@@ -10,8 +10,8 @@ from functools import cache
 
 from pydantic import TypeAdapter
 
-FLOAT8_MULTIPLE = 16  # torch._scaled_mm takes matrices whose sizes are multiples of it
-# Parameters of experts by what earlier layouts call their parts
+FLOAT8_MULTIPLE = 16  # torch._scaled_mm needs matrices whose sizes are multiples of it
+# Parameters of experts, and the names of their parts in earlier layouts
 FUSED = (
     ("experts.gate_up_proj", ("gate_proj", "up_proj")),
     ("experts.gate_up_proj", ("w1", "w3")),
@@ -30,10 +30,10 @@ class MatrixKind:
     inputs: int  # features
     outputs: int
     count: int  # in the model
-    layers: tuple[int, ...] | None = None  # of the decoder, that have it; None: all
+    layers: tuple[int, ...] | None = None  # decoder layers that have it; None: all
     experts: int = 1
-    active: int = 1  # of the experts, that a token meets
-    is_adapted: bool = True  # if all linear layers are
+    active: int = 1  # number of experts that a token is routed to
+    is_adapted: bool = True  # if all linear layers have adapters
     is_quantized: bool = True  # over a 4-bit base
     is_stacked: bool = False  # the experts are one parameter with three dimensions
 
@@ -43,7 +43,7 @@ class MatrixKind:
 
     @property
     def active_weights(self) -> int:
-        """Weights that a token meets."""
+        """Weights that a token is multiplied by."""
         return self.count * self.active * self.inputs * self.outputs
 
     @property
@@ -53,7 +53,7 @@ class MatrixKind:
         return self.is_quantized and not self.is_stacked and sizes == 0
 
     def has_name(self, target: str) -> bool:
-        """Return whether a target names it, by PEFT's rule: the last words of a name."""
+        """Return whether a target matches it, by PEFT's rule: the last words of a name."""
         return f".{self.name}".endswith(f".{target}")
 
     def in_layers(self, chosen: Sequence[int], decoder_layers: int) -> "MatrixKind":
@@ -78,21 +78,21 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Structure:
-    """The counts of one model. The output head is no matrix here; the embedding neither."""
+    """The counts of one model. Output head and embedding are not matrices here."""
 
     parameters: int  # tied ones once
-    active_parameters: int  # without the experts that a token does not meet
+    active_parameters: int  # without the experts that a token is not routed to
     matrices: tuple[MatrixKind, ...]
     layers: tuple[LayerKind, ...]
-    encoders: int = 0  # of the parameters: in encoders, which are not trained
+    encoders: int = 0  # parameters in encoders, which are not trained
 
     def with_more(self, weights: int) -> "Structure":
-        """Return the counts with more weights outside of the matrices, or with fewer."""
+        """Return the counts with more (or fewer) weights outside of the matrices."""
         parameters, active = self.parameters + weights, self.active_parameters + weights
         return replace(self, parameters=parameters, active_parameters=active)
 
     def with_experts_of_rank(self, ranks: int) -> "Structure":
-        """Return the counts of one of `ranks` that share the experts equally."""
+        """Return the counts of one of `ranks` ranks that share the experts equally."""
         matrices = []
         for kind in self.matrices:
             experts = kind.experts // ranks if kind.is_stacked else kind.experts
@@ -108,7 +108,7 @@ class Structure:
 
     @property
     def stacked_experts(self) -> int:
-        """Experts of a layer that are rows of one parameter, 0 without such."""
+        """Experts of a layer that are stacked in one parameter, 0 without such experts."""
         return max((kind.experts for kind in self.matrices if kind.is_stacked), default=0)
 
     @property
@@ -126,7 +126,7 @@ class Structure:
 
     @property
     def active_product_weights(self) -> int:
-        """Weights of the matrices that a token meets."""
+        """Weights of the matrices that a token is multiplied by."""
         return sum(kind.active_weights for kind in self.matrices)
 
     @property
@@ -140,7 +140,7 @@ class Structure:
         return sum(kind.count * kind.kv_features for kind in self.layers)
 
     def describe(self) -> str:
-        """Return what is not plain about the layers, after a comma; "" for nothing."""
+        """Return the special features of the layers, after a comma; "" for nothing."""
         words = ""
         if self.experts:
             words += f", {self.active_experts} of {self.experts} experts per token"
@@ -171,7 +171,7 @@ def adapted_matrices(
 
 
 def with_fused(targets: str | Sequence[str]) -> list[str]:
-    """Return targets, and the fused parameters whose parts are all among them."""
+    """Return targets, plus the fused parameters whose parts are all among them."""
     names = [targets] if isinstance(targets, str) else list(targets)
     for fused, parts in FUSED:
         if set(parts) <= set(names):
@@ -187,11 +187,11 @@ def _adapter() -> TypeAdapter[Structure]:
 def structure_from_json(facts: object) -> Structure:
     """Return the structure that `structure_as_json` wrote.
 
-    Raises: ValidationError for facts that are none.
+    Raises: ValidationError for invalid facts.
     """
     return _adapter().validate_python(facts)
 
 
 def structure_as_json(structure: Structure) -> object:
-    """Return a structure as plain data, without what a field is by default."""
+    """Return a structure as plain data, without fields that have their default value."""
     return _adapter().dump_python(structure, mode="json", exclude_defaults=True)

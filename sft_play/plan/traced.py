@@ -24,7 +24,7 @@ SIZES = (TracedSize(1, 2048), TracedSize(1, 4096), TracedSize(1, 8192))
 class Growth:
     """Bytes of a micro-batch: fixed + R (by_token T + by_pair T^2).
 
-    Attention without a fused kernel stores its scores or its mask: bytes for pairs of tokens.
+    Attention without a fused kernel stores its scores or its mask: bytes per pair of tokens.
     """
 
     fixed: float
@@ -33,11 +33,11 @@ class Growth:
 
     @classmethod
     def through(cls, sizes: Mapping[TracedSize, int], has_pairs: bool) -> Self:
-        """Return the growth of T, 2T and 4T tokens of one row; `has_pairs` is for plain attention.
+        """Return the growth from T, 2T and 4T tokens of one row; `has_pairs`: plain attention.
 
-        Without pairs it is the line as steep as the last two points, and below none: a peak may
-        move from weights to tokens between them. With pairs it goes through all three: 4T less 2T,
-        less twice what 2T has more than T, is 6 by_pair T^2.
+        Without pairs it has the slope of the last two points, and is below no point: a peak may
+        move from weights to tokens between them. With pairs it goes through all three: 4T minus
+        2T, minus twice the difference of 2T and T, is 6 by_pair T^2.
         """
         one, two, four = (sizes[size] for size in SIZES)
         tokens = SIZES[0].tokens
@@ -64,14 +64,14 @@ class Growth:
 
 @dataclass(frozen=True)
 class LayersGrowth:
-    """What a step takes with no layer checkpointed, or with all of them."""
+    """Bytes with no layer checkpointed, or with all of them."""
 
     kept: Growth  # activations, when the output head begins
     layers: Growth  # the peak before the head begins
     backward: Growth  # the peak of the backward pass until the layers are done
 
     def with_kept_share(self, share: float) -> Self:
-        """Return the growth if only a share of what is kept is, with equal work."""
+        """Return the growth if only a share of the kept bytes is saved, with equal work."""
         less = share - 1
         return type(self)(
             self.kept.plus(self.kept, less),
@@ -95,7 +95,7 @@ class TracedStep:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the layers run on fused kernels, all that can be."""
+        """Whether the layers use all fused kernels that they can."""
         has_mlp = "mlp" in self.on or "experts" in self.on
         return has_mlp and {"attention", "norms", "loss"} <= set(self.on)
 
@@ -108,7 +108,7 @@ class TracedStep:
     def layers_peak(self, rows: int, tokens: int, share: float) -> float:
         """Return the peak of the forward pass before the head.
 
-        A layer that is not checkpointed works with all that is kept by then allocated.
+        A layer that is not checkpointed works while all saved activations are allocated.
         """
         if share == 1:
             return self.checkpointed.layers.at(rows, tokens)
@@ -119,8 +119,8 @@ class TracedStep:
     def backward_peak(self, rows: int, tokens: int, share: float) -> float:
         """Return the peak of the backward pass.
 
-        It is at its begin, with all that is kept; or later, in a layer that is computed again, with
-        no more than if all layers are; or when it ends.
+        It is at the start, with all saved activations; later, in a recomputed layer with no more
+        than if all layers are recomputed; or at the end.
         """
         moments = [self.end.at(rows, tokens)]
         if share > 0:
@@ -131,6 +131,6 @@ class TracedStep:
         return max(moments)
 
     def backward_end(self, rows: int, tokens: int) -> float:
-        """Return the bytes of the backward pass in its last layer: that layer, computed again."""
+        """Return the bytes of the backward pass in its last layer, which is recomputed."""
         checkpointed = self.checkpointed
         return checkpointed.backward.at(rows, tokens) - checkpointed.kept.at(rows, tokens)

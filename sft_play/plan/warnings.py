@@ -1,4 +1,4 @@
-"""What a plan says of itself: why it does not fit, and its warnings. Loads no torch."""
+"""A plan's warnings, and why it does not fit. Loads no torch."""
 
 import importlib.util
 import math
@@ -21,9 +21,9 @@ from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import MAP_NAME, why_not_fsdp
 
-TOY_PARAMETERS = 3e8  # a smaller model trains in minutes, whoever sets the pace
-WORTH_A_WORD = 1.05  # of ZeRO-3's speed
-# Switches that are on, and what they cost on a GPU
+TOY_PARAMETERS = 3e8  # a smaller model trains in minutes at any speed
+WORTH_A_WORD = 1.05  # of ZeRO-3's speed: a smaller gain is not reported
+# Switches that are on, and their cost on a GPU
 SLOW = {
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel, which makes training several times "
     "slower; it is for finding the kernel that fails",
@@ -37,7 +37,7 @@ OF_NCCL = ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", *(name for name in SLOW if "NCCL"
 
 
 def shortage(draft: Draft) -> str | None:
-    """Return why a draft is not expected to fit, None if it is."""
+    """Return why a draft is not expected to fit, None if it is expected to fit."""
     if draft.fits:
         return None
     request, layout, machine = draft.request, draft.layout, draft.inputs.machine
@@ -63,7 +63,7 @@ def shortage(draft: Draft) -> str | None:
 def warnings_of(
     loaded: LoadedConfig, draft: Draft, hardware: Hardware, environ: Mapping[str, str]
 ) -> list[str]:
-    """Return all that a plan warns of but its precision."""
+    """Return all warnings of a plan except those about its precision."""
     config, ranks, step = loaded.config, draft.inputs.machine.ranks, draft.step
     offloading = step.offloading(draft.layout.checkpointed_layers)
     host_share = 0.0
@@ -86,7 +86,7 @@ def warnings_of(
 
 
 def _model_warnings(loaded: LoadedConfig, step: StepSpec) -> list[str]:
-    """Say if weights and bytes are a guess."""
+    """Warn if weights and bytes are a guess."""
     name = loaded.described("model.name")
     warnings = []
     if step.model.guess is not None:
@@ -103,7 +103,7 @@ def _model_warnings(loaded: LoadedConfig, step: StepSpec) -> list[str]:
 
 
 def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list[str]:
-    """Say if rows are longer than the sequences that the model was made for."""
+    """Warn if rows are longer than the sequences that the model supports."""
     model = loaded.config.model
     if loaded.origin["model.max_seq_len"].startswith(recipe.CHOSEN):  # within them if it looked
         return []
@@ -125,7 +125,7 @@ def _position_warnings(loaded: LoadedConfig, environ: Mapping[str, str]) -> list
 
 
 def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
-    """Say if the step is not the effective batch of the config."""
+    """Warn if the step does not have the effective batch of the config."""
     train = loaded.config.train
     rows = layout.rows_per_step
     if rows == train.effective_batch_size or "auto" not in (train.batch_size, train.grad_accum):
@@ -138,7 +138,7 @@ def _batch_warnings(loaded: LoadedConfig, layout: Layout) -> list[str]:
 
 
 def _map_warnings(loaded: LoadedConfig, ranks: Ranks, layers_by_gpu: tuple[int, ...]) -> list[str]:
-    """Return which mode is in force under a device map, [] without one."""
+    """Return the mode that is used under a device map, [] without one."""
     wanted = loaded.config.model.device_map
     if wanted is None:
         return []
@@ -164,7 +164,7 @@ def _map_warnings(loaded: LoadedConfig, ranks: Ranks, layers_by_gpu: tuple[int, 
 
 
 def recurrent_warnings(model: ModelShape, hardware: Hardware) -> list[str]:
-    """Return what is to be said of recurrent layers on the GPUs of this machine."""
+    """Return the warnings about recurrent layers on the GPUs of this machine."""
     layers = model.counts.recurrent_layers
     here = gpus_here(hardware)
     if not layers or not here:
@@ -183,7 +183,7 @@ def recurrent_warnings(model: ModelShape, hardware: Hardware) -> list[str]:
 def _faster_than_zero3(draft: Draft) -> list[str]:
     """Return a sentence if the planner expects FSDP to train the same step faster than ZeRO-3.
 
-    Nobody asked for the host's memory, and the step fits under FSDP too.
+    Only if host memory was not requested and the step also fits under FSDP.
     """
     step, machine = draft.step, draft.inputs.machine
     offloads = step.offload or step.offload_weights
@@ -204,7 +204,7 @@ def _faster_than_zero3(draft: Draft) -> list[str]:
 
 
 def _offloading_warnings(draft: Draft) -> list[str]:
-    """Return what to know of offloaded weights and activations."""
+    """Return notes on offloaded weights and activations."""
     weights = memory.host_bytes(draft.step, draft.layout)
     shared = memory.offloaded_weight_bytes(draft.step) // draft.inputs.machine.ranks.per_node
     inputs_of_layers = activations.offloaded_bytes(draft.step, draft.layout)
@@ -223,7 +223,7 @@ def _offloading_warnings(draft: Draft) -> list[str]:
             )
     if not draft.fits and draft.inputs.may_offload_weights:
         on_host = with_layers_on_host(draft, draft.step.model.layers)
-        if on_host.fits:  # but this host has no room
+        if on_host.fits:  # but this host does not have enough memory
             needed = memory.offloaded_weight_bytes(on_host.step) / GIB
             warnings.append(
                 f"train.weight_offloading=auto: with {needed:.0f} GiB of free host memory it would "

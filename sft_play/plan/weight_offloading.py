@@ -1,4 +1,4 @@
-"""How many decoder layers leave their frozen weights in host memory (train.weight_offloading)."""
+"""How many decoder layers store their frozen weights in host memory (train.weight_offloading)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,7 +38,7 @@ def why_not_offloaded(config: Config, ranks: Ranks) -> str | None:
 
 
 def refuse_offloading(loaded: LoadedConfig, ranks: Ranks) -> None:
-    """Raise ConfigError if frozen weights are to be in host memory and cannot be."""
+    """Raise ConfigError if frozen weights should be in host memory and cannot be."""
     why_not = why_not_offloaded(loaded.config, ranks)
     if loaded.config.train.weight_offloading is True and why_not is not None:
         described = loaded.described("train.weight_offloading")
@@ -46,9 +46,9 @@ def refuse_offloading(loaded: LoadedConfig, ranks: Ranks) -> None:
 
 
 def resident_first(loaded: LoadedConfig, has_idle_gpus: bool) -> list[LoadedConfig]:
-    """Return the config with all weights on the GPU, then as it is if auto may offload some.
+    """Return the config with all weights on the GPU, then unchanged if auto may offload some.
 
-    While GPUs are idle, it may not: they are faster than host memory.
+    It may not offload while GPUs are idle: they are faster than host memory.
     """
     if loaded.config.train.weight_offloading != "auto":
         return [loaded]
@@ -57,7 +57,7 @@ def resident_first(loaded: LoadedConfig, has_idle_gpus: bool) -> list[LoadedConf
 
 
 def describe_host(step: StepSpec) -> str:
-    """Return in parentheses which weights are in host memory, "" if none are."""
+    """Return text in parentheses on the weights that are in host memory, "" if none are."""
     count = step.offloaded_weight_layers
     if not count:
         return ""
@@ -68,8 +68,8 @@ def describe_host(step: StepSpec) -> str:
 def with_copies(step: StepSpec, card: Card, seconds: float, again: float, passes: int) -> float:
     """Return the seconds of micro-batches whose forward and backward `passes` copy weights.
 
-    Copies run while layers compute. `seconds` is the time without them, and `again` the share of
-    the layers that the backward pass computes again.
+    Copies run while layers compute. `seconds` is the time without them, and `again` is the share of
+    the layers that the backward pass recomputes.
     """
     copies = passes * offloaded_weight_bytes(step) / card.host_link_bytes
     forward = seconds / (2 + again)
@@ -79,8 +79,8 @@ def with_copies(step: StepSpec, card: Card, seconds: float, again: float, passes
 def fastest_offloaded(draft_of: Callable[[int], "Draft"], most: int) -> "Draft | None":
     """Return the fastest draft that fits with some layers offloaded, None if none does.
 
-    Tried are the fewest layers with which it fits, `most`, and the middle of both: more offloaded
-    layers leave room for larger micro-batches.
+    It tries the fewest layers with which it fits, `most`, and the middle of both: more offloaded
+    layers allow larger micro-batches.
     """
     if most <= WEIGHT_BUFFERS or not draft_of(most).fits:
         return None

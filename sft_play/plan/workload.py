@@ -1,4 +1,4 @@
-"""How much a run trains and writes, and its speed and hours as text. Pure: no torch, no I/O."""
+"""A run's amount of training and output, and its speed and hours. Pure: no torch, no I/O."""
 
 import math
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.speed import LABELLED, StepWork, predict
 from sft_play.plan.step import StepSpec
 
-# Of English under vocabularies of 32,000 words and more; others take fewer
+# For English with vocabularies of at least 32,000 words; other languages need fewer
 CHARACTERS_PER_TOKEN = 4
-# What ragged rows cost, by the real sampler on log-normal lengths (median 300, at most 2,048) and
-# steps of 32 rows
-PACKED = 1.07  # tokens computed for each real one; in one row hardly any
+# The cost of rows with different lengths, measured with the real sampler on log-normal lengths
+# (median 300, at most 2,048) and steps of 32 rows
+PACKED = 1.07  # computed tokens per real token; in one row hardly any more
 PADDED = 2.4  # the same, unpacked, is 1 + PADDED x (batch size / rows of a step)
-# micro-batches of the fullest packed step, which all steps take, over those of the mean
+# micro-batches of the fullest packed step, which all steps have, relative to those of the mean
 FULLEST = 1.4
 
 
@@ -33,11 +33,11 @@ class Counted:
     tokens: int
     labelled: float = LABELLED  # share of the tokens that have loss
     is_estimated: bool = False  # from some of the rows
-    by_characters: bool = False  # no tokenizer has counted them
+    by_characters: bool = False  # estimated from characters, not by a tokenizer
 
     @classmethod
     def estimate(cls, facts: RowFacts, longest: int) -> Self:
-        """Return what rows come to in an epoch, each of at most `longest` tokens."""
+        """Return the number of samples of rows in an epoch, each of at most `longest` tokens."""
         mean_tokens = sum(min(length, longest) for length in facts.lengths) / len(facts.lengths)
         return cls(
             facts.rows,
@@ -50,7 +50,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run trains, and how long that takes, without evaluations, loading and saving."""
+    """A run's training data, and its time without evaluations, loading and saving."""
 
     samples: int  # of an epoch
     tokens: int  # of an epoch
@@ -68,8 +68,8 @@ class Workload:
 def epoch_rows(sources: Sequence[tuple[float, float | None]]) -> list[float]:
     """Return the rows of an epoch from each source of (rows, weight or None).
 
-    Weights set the ratio of the sources: the one that is scarcest for its weight is read once and
-    the others are repeated, as the run mixes them.
+    Weights set the ratio of the sources. The one that is scarcest for its weight is read once and
+    the others are repeated, as in the run.
     """
     if any(weight is None for _, weight in sources):
         return [rows for rows, _ in sources]
@@ -78,7 +78,7 @@ def epoch_rows(sources: Sequence[tuple[float, float | None]]) -> list[float]:
 
 
 def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
-    """Return what a plan makes of counted rows, of which there is at least one."""
+    """Return the workload of a plan for counted rows; there must be at least one row."""
     steps_per_epoch = math.ceil(counted.samples / plan.layout.rows_per_step)
     steps = _count_steps(config.train, steps_per_epoch)
     work = _mean_step(plan, counted)
@@ -149,9 +149,9 @@ def checkpoint_bytes(step: StepSpec) -> int:
 
 
 def run_bytes(step: StepSpec, train: TrainSection, samples: int) -> int:
-    """Return the most that a run of `samples` training rows has on disk at one time.
+    """Return the maximum disk space of a run of `samples` training rows.
 
-    That is the checkpoints that are kept, one more until it is complete, and the trained weights.
+    That is the kept checkpoints, one more until it is complete, and the trained weights.
     """
     weights = step.trained_weights * step.trained_bytes
     checkpoints = _checkpoints(train, samples)
@@ -159,7 +159,7 @@ def run_bytes(step: StepSpec, train: TrainSection, samples: int) -> int:
 
 
 def _checkpoints(train: TrainSection, samples: int) -> int:
-    """Return how many checkpoints are on disk at most. A run that is stopped leaves one."""
+    """Return the maximum number of checkpoints on disk. A run that is stopped leaves one."""
     steps_per_epoch = math.ceil(samples / train.effective_batch_size)
     steps = _count_steps(train, steps_per_epoch)
     saved = 0
@@ -177,7 +177,7 @@ FLOAT8_MEASURED = "8B on an H200: 1.4 times, in 37 GiB instead of 43"  # docs/ev
 
 
 def describe_speed(plan: RunPlan) -> str:
-    """Return how fast a run is if its rows are full, and how well that is known."""
+    """Return how fast a run is if its rows are full, and how reliable the estimate is."""
     speed = plan.speed
     if speed is None:
         if plan.ranks.device == "cpu":
@@ -204,7 +204,7 @@ def describe_speed(plan: RunPlan) -> str:
 
 
 def describe_float8(planned: PlannedRun) -> str | None:
-    """Return what a float8 base would change and what is known of its quality, None without one."""
+    """Return the effect of a float8 base and its known quality, None if it does not apply."""
     plan = planned.plan
     if plan.zero_stage or plan.speed is None or not may_be_float8(planned.config, plan.card):
         return None
@@ -220,7 +220,7 @@ def describe_float8(planned: PlannedRun) -> str | None:
 
 
 def _unmeasured(step: StepSpec) -> str | None:
-    """Return why a speed is rough, None if such runs were measured."""
+    """Return why a speed estimate is rough, None if similar runs were measured."""
     model = step.model
     if model.guess is not None:
         return "the model's layers are not known"
