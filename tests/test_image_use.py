@@ -212,8 +212,8 @@ def test_rows_with_images_come_first_in_a_reference_and_their_pixels_are_bounded
 
 def test_another_processor_of_the_base_is_refused(seen, call, monkeypatch):
     base = Path(seen.read_config().model.name) / "preprocessor_config.json"
-    as_it_was = base.read_text()
-    base.write_text(as_it_was.replace("2048", "4096"))
+    preserving_state = base.read_text()
+    base.write_text(preserving_state.replace("2048", "4096"))
     try:
         for command in ("merge", "export", "eval"):
             error = call(command).exception
@@ -221,7 +221,7 @@ def test_another_processor_of_the_base_is_refused(seen, call, monkeypatch):
             assert "differs, so images would be read otherwise" in str(error)
             assert f"cp {seen.path / 'adapter' / base.name} {base}" in str(error)
     finally:
-        base.write_text(as_it_was)
+        base.write_text(preserving_state)
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "adapter"])

@@ -59,10 +59,7 @@ class AdapterTargets:
 
 
 def names_targets(model: PreTrainedModel) -> bool:
-    """Return whether PEFT would select wrong targets by itself.
-
-    This is the case for models with experts, encoders or modules that PEFT cannot adapt.
-    """
+    """Return whether PEFT would select wrong targets: with experts, encoders or other modules."""
     return bool(
         expert_weights(model)
         or routing_linears(model)
@@ -248,11 +245,8 @@ def _without_effect(model: PreTrainedModel) -> set[str]:
 
 
 def _unread_by_peft(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
-    """Return the names of modules whose saved adapters PEFT could not assign to a module.
-
-    When PEFT loads adapters, it renames them as transformers renames a checkpoint of the model
-    type.
-    """
+    """Return the names of modules whose saved adapters PEFT could not assign to a module."""
+    # PEFT renames adapters on load as transformers renames a checkpoint of the model type
     saved = {f"base_model.model.{name}.lora_A.weight": name for name in names}
     tensors = dict.fromkeys(saved, torch.empty(0))
     read = convert_peft_adapter_state_dict_for_transformers(model, LoraConfig(), tensors)
@@ -339,8 +333,7 @@ def _refuse_unsupported(lora: LoraSection) -> None:
 def _renamed_by_peft(model: PreTrainedModel, names: Iterable[str]) -> set[str]:
     """Return the names that PEFT would confuse with experts, as in checkpoints of transformers 4.
 
-    The check calls PEFT, because the names that it converts depend on the model type and its
-    version.
+    It calls PEFT, because the names that it converts depend on the model type and its version.
     """
     conversions = get_model_conversion_mapping(model)
     by_word: dict[str, list[str]] = {}

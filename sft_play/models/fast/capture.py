@@ -156,7 +156,7 @@ def capture(
     if names_documents:
         batches = {PACKED: {**batches[PACKED], **documents.arguments}}
     for name, inputs in batches.items():
-        with _recording(decoder, kinds, samples, name), as_it_was(decoder, device):
+        with _recording(decoder, kinds, samples, name), preserving_state(decoder, device):
             decoder.eval()
             with torch.no_grad(), process.autocast(), _passing_experts(decoder):
                 decoder(**inputs, use_cache=False)
@@ -244,7 +244,7 @@ def shape_of(output: Any) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
+def preserving_state(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore the training mode of every submodule, and the state of the random generators."""
     modes = [(child, child.training) for child in module.modules()]
     devices = [device] if device.type == "cuda" else []

@@ -22,9 +22,9 @@ from torch import nn
 
 from sft_play import timeline
 from sft_play.models.experts import ranks_of_experts
-from sft_play.models.fast.capture import PACKED, PLAIN, Call, Kind, as_it_was, shape_of
+from sft_play.models.fast.capture import PACKED, PLAIN, Call, Kind, preserving_state, shape_of
 from sft_play.models.fast.documents import forward_by_document
-from sft_play.models.fast.recognize import MISFITS
+from sft_play.models.fast.recognize import MISMATCH_ERRORS
 from sft_play.models.fast.reference_copies import Part
 from sft_play.models.fast.setup import TrainingSetup
 from sft_play.models.fast.trial import Forward, Trial, comparable, difference, own_code
@@ -128,7 +128,7 @@ def _why_not_proved(
         else:
             with (
                 setup.gathered(module),
-                as_it_was(module, setup.process.device),
+                preserving_state(module, setup.process.device),
                 comparable(module),
             ):
                 module.train()
@@ -162,7 +162,7 @@ def _where_different(
             computed = computed._replace(tensors=part.of_whole(computed.tensors))
     except torch.OutOfMemoryError:  # the original would need as much or more
         raise
-    except MISFITS as error:
+    except MISMATCH_ERRORS as error:
         # recognized by its structure, but called in another way
         return f"is called in another way ({type(error).__name__}: {error})"
     code: Forward = own_code
@@ -188,11 +188,11 @@ def _where_misshapen(
     device = next(setup.base.parameters()).device
     dtype = setup.process.compute_dtype
     is_half = dtype.itemsize == 2 and not setup.zero_stage
-    with as_it_was(module, device), torch.autocast(device.type, dtype, enabled=is_half):
+    with preserving_state(module, device), torch.autocast(device.type, dtype, enabled=is_half):
         module.train()
         try:
             computed = shape_of(fused(module, *given.args, **given.kwargs))
-        except MISFITS as error:
+        except MISMATCH_ERRORS as error:
             return f"is called in another way ({type(error).__name__})"
     if computed != call.shape:
         return f"computes something else (shapes {call.shape} and {computed})"

@@ -29,7 +29,7 @@ from sft_play.models.fast.norms.residual import LayerRoles, NormKind, Reference,
 from sft_play.models.sharding import shallow_copy
 
 # What a class's forward method may raise if it is called with children that it does not expect
-MISFITS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
+MISMATCH_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
 NORM_KINDS = (
     NormKind("llama", 0.0, in_place=False),
     NormKind("gemma", 1.0, in_place=False),
@@ -99,7 +99,7 @@ def own_result(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return what a module's class computes; None if its code does not accept the arguments."""
     try:
         return type(module).forward(module, *args, **kwargs)
-    except MISFITS:
+    except MISMATCH_ERRORS:
         return None
 
 

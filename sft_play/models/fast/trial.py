@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from sft_play.models.fast.capture import SEED, Call
-from sft_play.models.fast.recognize import MISFITS
+from sft_play.models.fast.recognize import MISMATCH_ERRORS
 from sft_play.models.fast.reference_copies import in_float32
 from sft_play.models.sharding import shallow_copy
 from sft_play.process import Process
@@ -226,7 +226,7 @@ class Trial:
             return trial.run(code, choices=choices)
         except torch.OutOfMemoryError:  # a RuntimeError that has nothing to do with the code
             raise
-        except MISFITS as error:
+        except MISMATCH_ERRORS as error:
             logger.debug("%s in float32: %s", type(self.module).__name__, error)
             return None
 

@@ -18,7 +18,7 @@ from sft_play.models.fast.attention.forward import (
     remove_mask,
     use_interface,
 )
-from sft_play.models.fast.capture import LENGTHS, PACKED, PLAIN, Call, as_it_was
+from sft_play.models.fast.capture import LENGTHS, PACKED, PLAIN, Call, preserving_state
 from sft_play.models.fast.documents import UNMASKED, watch_documents
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.proof import prove
@@ -94,7 +94,11 @@ def _why_mask_is_read(setup: TrainingSetup) -> str | None:
     # for a long window, the activations of all layers of a 27B model needed 77 GiB
     ids = call.kwargs["input_ids"][:, : LENGTHS[-1]]
     padded = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    with as_it_was(decoder, setup.process.device), setup.process.autocast(), torch.enable_grad():
+    with (
+        preserving_state(decoder, setup.process.device),
+        setup.process.autocast(),
+        torch.enable_grad(),
+    ):
         decoder.train()
         try:
             decoder(*call.args, **{**call.kwargs, **padded})

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast.capture import as_it_was
+from sft_play.models.fast.capture import preserving_state
 from sft_play.models.fast.loss.linear_cross_entropy import (
     HeadFormula,
     fused_linear_cross_entropy,
@@ -197,7 +197,7 @@ def _logits_come_from_head(model: nn.Module, head: nn.Linear, formula: HeadFormu
     hook = head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     try:
         device = device_of(head.weight)
-        with as_it_was(model, device):
+        with preserving_state(model, device):
             model.eval()
             ids = torch.arange(CHECK_TOKENS, device=device)[None] % len(head.weight)
             logits = model(input_ids=ids, use_cache=False).logits

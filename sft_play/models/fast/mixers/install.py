@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from sft_play.models.fast.attention.install import scales_by_place
-from sft_play.models.fast.capture import LENGTHS, PACKED, Call, as_it_was, capture
+from sft_play.models.fast.capture import LENGTHS, PACKED, Call, capture, preserving_state
 from sft_play.models.fast.documents import (
     Documents,
     PackedDocuments,
@@ -205,7 +205,11 @@ def install_mixers(setup: TrainingSetup) -> int:
         install_gated_norms(setup)
     decoder = setup.decoder
     if setup.has_values and setup.zero_stage != 3:
-        with as_it_was(decoder, setup.process.device), setup.process.autocast(), torch_code():
+        with (
+            preserving_state(decoder, setup.process.device),
+            setup.process.autocast(),
+            torch_code(),
+        ):
             decoder.eval()
             _install_what_leaks(setup, packed, use_kernels)
     else:
