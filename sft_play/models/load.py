@@ -164,9 +164,8 @@ def load_base(
     `dtype` is the dtype of unquantized weights: None for the one that training uses, "auto" for the
     one in the files.
 
-    Raises: EnvironmentFault when weights cannot be loaded or are missing in the files. ConfigError
-    for experts in 4 bits under ZeRO-3, and for a device map that does not match the model's
-    modules.
+    Raises: EnvironmentFault if weights cannot be loaded or are missing in the files; ConfigError
+    for experts in 4 bits under ZeRO-3, and for a device map that does not match the modules.
     """
     require_base(config, environment())
     quantization = None
