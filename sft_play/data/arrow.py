@@ -24,9 +24,9 @@ from sft_play.data.rows import (
 from sft_play.data.text_files import MAX_LINE_BYTES, InvalidJsonError, parse_json
 from sft_play.errors import DataError
 
-Readers = dict[str, Callable[[Any], Any] | None]  # of the values of columns
+Readers = dict[str, Callable[[Any], Any] | None]  # by column
 MAX_RATIO = 2000  # a text that all rows share is stored once
-ROW_BYTES = 64  # of a row without values; Python takes more
+ROW_BYTES = 64  # of a row without values; Python needs more
 VALUE_BYTES = 8  # of a number, a null or an element of a list, at least
 BATCH_ROWS = 16  # of Parquet, decoded at once: one text may be in all of them
 REWRITE = "write them as JSON lines, compressed with gzip or zstd at most"
@@ -39,10 +39,10 @@ class ColumnarFile:
     def __init__(self, path: Path):
         self.path = path
         self.file_bytes = path.stat().st_size
-        self.position = 0.0  # of the row that was read last, in bytes of the file
+        self.position = 0.0  # position of the last row read, in bytes of the file
 
     def tell(self) -> int:
-        """Return about how many bytes of the file are read."""
+        """Return approximately how many bytes of the file have been read."""
         return int(self.position)
 
     def read(self) -> Iterator[NumberedRecord]:
@@ -93,7 +93,7 @@ class ColumnarFile:
         with pa.memory_map(str(self.path)) as source:
             is_file = source.read(6) == b"ARROW1"
             source.seek(max(0, source.size() - len(END_OF_STREAM)))
-            # Arrow takes a stream that is cut off between two batches for a complete one
+            # Arrow reads a stream that is cut off between two batches as a complete one
             if not is_file and source.read() != END_OF_STREAM:
                 raise DataError(
                     f"{self.path}: not a complete Arrow stream; download or write it again"
@@ -101,14 +101,14 @@ class ColumnarFile:
             source.seek(8 if is_file else 0)
             size = sum(map(_stated_bytes, pa.ipc.MessageReader.open_stream(source)))
             reading.refuse_bomb(self.file_bytes, size, REWRITE, MAX_RATIO)
-        # What is mapped ends the process once another program cuts the file off
+        # A memory map would end the process if another program truncates the file
         with pa.OSFile(str(self.path)) as source:
             batches = reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
             _check_names(self.path, reader.schema.names)
             if is_file:
                 batches = map(reader.get_batch, range(reader.num_record_batches))
             for batch in batches:
-                batch.validate(full=True)  # else a damaged offset crashes the process
+                batch.validate(full=True)  # otherwise a damaged offset crashes the process
                 yield batch, min(self.file_bytes - self.position, batch.nbytes)
 
 
@@ -126,7 +126,7 @@ def _read_row(row: pa.RecordBatch, readers: Readers) -> Json | UnreadableRecord:
 
 
 def _count_bytes(value: Any) -> int:
-    """Return about how many bytes a value takes at least, each part stored by itself."""
+    """Return approximately the minimum bytes of a value, with each part stored separately."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
@@ -137,14 +137,14 @@ def _count_bytes(value: Any) -> int:
 
 
 def _stated_bytes(message: pa.ipc.Message) -> int:
-    """Return how many bytes a message's compressed buffers become, 0 if none is compressed.
+    """Return the decompressed size of a message's compressed buffers, 0 if none is compressed.
 
-    Arrow's Message.fbs has the numbers of the fields.
+    Arrow's Message.fbs defines the numbers of the fields.
     """
     data = message.metadata
 
     def field(table: int, number: int) -> int:
-        """Return where a field of a flatbuffers table is, 0 if it has none."""
+        """Return the position of a field of a flatbuffers table, 0 if it does not have it."""
         fields = table - struct.unpack_from("<i", data, table)[0]
         offset = 0
         if 4 + 2 * number < struct.unpack_from("<H", data, fields)[0]:
@@ -175,10 +175,10 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
 
 
 def _value_reader(kind: pa.DataType, name: str = "") -> Callable[[Any], Any] | None:
-    """Return what makes values of a type those that were written; None if they are so already.
+    """Return a function that restores written values of a type; None if they are unchanged.
 
-    Json is parsed. Arrow gives a struct every key that any row of its column has: those that are
-    null are left out, but for a key that no row has a value for, such as an argument that is null.
+    Json is parsed. Arrow gives a struct every key that any row of its column has. Null keys are
+    removed, except for a key that is null in all rows, e.g. an argument that is null.
     """
     if isinstance(kind, pa.JsonType):
         return _parse_content if name in ("content", "value", "text") else _parse_json_value
@@ -187,7 +187,7 @@ def _value_reader(kind: pa.DataType, name: str = "") -> Callable[[Any], Any] | N
         empty = {field.name for field in kind if types.is_null(field.type)}
 
         def read_struct(value: Json) -> Json:
-            """Return the keys that the row has."""
+            """Return the keys that are not null in the row."""
             kept = {key: held for key, held in value.items() if held is not None or key in empty}
             for key, held in kept.items():
                 reader = readers[key]
@@ -207,7 +207,7 @@ def _value_reader(kind: pa.DataType, name: str = "") -> Callable[[Any], Any] | N
 
 
 def _parse_content(text: str) -> Any:
-    """Return parts, null, or a text: datasets writes a text that is JSON as it is."""
+    """Return parts, null, or a text: datasets writes a JSON string unchanged."""
     value = _parse_json_value(text)
     has_parts = isinstance(value, list) and all(isinstance(part, dict) for part in value)
     return value if has_parts or value is None or isinstance(value, str) else text

@@ -1,7 +1,7 @@
-"""What a run trains and evaluates on, assembled from tokenized sources, and its ledger.
+"""Assemble a run's training and evaluation data from tokenized sources, and its ledger.
 
-Reads nothing but the mapped stores; loads no torch. data.json of a run says where they are: the
-front end writes it, every rank reads it.
+Reads only the mapped stores; loads no torch. The run's data.json has their paths: the front end
+writes it, and every rank reads it.
 """
 
 import shlex
@@ -35,7 +35,7 @@ from sft_play.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Where the tokenized samples of a run are, and what an epoch of them computes."""
+    """The paths of a run's tokenized samples, and the computation of an epoch of them."""
 
     sources: TokenizedSplits
     padding: PaddedTokens
@@ -46,7 +46,7 @@ class DataFacts:
 
     @classmethod
     def from_json(cls, facts: Json) -> Self:
-        """Return the facts that `to_json` gave. Raises DataError when their samples are gone."""
+        """Return the facts from `to_json`. Raises DataError if their samples are missing."""
         tokenized: TokenizedSplits = {}
         for split, sources in facts["sources"].items():
             tokenized[split] = tuple(map(TokenizedSource.from_json, sources))
@@ -55,7 +55,7 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run trains and evaluates on; `test` is `validation` if there are no test rows."""
+    """A run's training and evaluation data; `test` is `validation` if there are no test rows."""
 
     train: Split
     validation: Split
@@ -65,7 +65,7 @@ class RunData:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of the content of every source's files."""
+        """The digests of the content of every source's files."""
         return tuple(source.digest for source in chain(*self.sources.values()))
 
     def used_tokens(self) -> splits.UsedTokens:
@@ -75,11 +75,11 @@ class RunData:
 
 @dataclass(frozen=True)
 class Selection:
-    """The samples chosen for one split, and what was left out."""
+    """The samples chosen for one split, and the dropped ones."""
 
     sources: tuple[TokenizedSource, ...]
     samples: Split
-    tallies: tuple[Tally, ...]  # of each source; () for held-out rows
+    tallies: tuple[Tally, ...]  # per source; () for held-out rows
     dropped: Counter[str] = field(default_factory=Counter)  # usable rows, by reason
     overlap: dict[str, EqualRows] = field(default_factory=dict)  # by the split with equal rows
 
@@ -95,7 +95,7 @@ class Selection:
 
     @property
     def tally(self) -> Tally:
-        """The sum of all sources, with the rows that were left out here."""
+        """The sum over all sources, with the rows that were dropped here."""
         total = Tally()
         for tally in self.tallies:
             total.add(tally)
@@ -105,13 +105,13 @@ class Selection:
     def without(self, mask: np.ndarray, reason: str) -> Self:
         """Return the selection without the samples where `mask` is true, counted as dropped."""
         dropped = Counter(self.dropped)
-        records = self.samples.records  # some pieces of a plain text may stay
+        records = self.samples.records  # some pieces of a plain text may remain
         dropped[reason] += splits.count_rows(records) - splits.count_rows(records[~mask])
         return replace(self, samples=self.samples.take(~mask), dropped=dropped)
 
 
 def assemble(config: Config, sources: TokenizedSplits) -> RunData:
-    """Return what a run trains and evaluates on.
+    """Return a run's training and evaluation data.
 
     Raises: DataError if too many tokens are lost, if training rows are also evaluated on, or if a
     split has no row left.
@@ -147,7 +147,7 @@ def assemble(config: Config, sources: TokenizedSplits) -> RunData:
 
 @dataclass(frozen=True)
 class OtherRows:
-    """Rows that are scored after a run, and how many of them it trained on."""
+    """Rows that are scored after a run, and how many of them were trained on."""
 
     split: Split
     ledger: SplitLedger
@@ -159,7 +159,7 @@ def assemble_other_rows(
     sources: tuple[TokenizedSource, ...],
     trained: tuple[TokenizedSource, ...],
 ) -> OtherRows:
-    """Return test rows for a finished run; `trained` are its training rows, () if they are gone.
+    """Return test rows for a finished run; `trained` are its training rows, () if missing.
 
     Raises: DataError if too many tokens are lost, or if no row is left.
     """
@@ -228,7 +228,7 @@ def _without_overlap(
 ) -> Selection:
     """Return the training samples without those that are also evaluated on.
 
-    data.on_overlap says what happens to them. Raises DataError if it is `fail`.
+    data.on_overlap defines what happens to them. Raises DataError if it is `fail`.
     """
     records = train.samples.records
     found = splits.find_overlap(records, evaluated.samples.records)
@@ -272,7 +272,7 @@ def _refuse_empty_splits(selections: Mapping[str, Selection]) -> None:
 
 
 def _mix(train: Selection, seed: int) -> Split:
-    """Return the samples of an epoch: all of them, or as the weights of the sources say."""
+    """Return the samples of an epoch: all of them, or according to the sources' weights."""
     samples = train.samples
     weights = [source.weight for source in train.sources]
     if None not in weights:
@@ -304,7 +304,7 @@ def _build_ledger(selection: Selection) -> SplitLedger:
         image_tokens=int(samples.records["image_tokens"].sum()),
         image_rows=splits.count_rows(samples.records[images > 0]),
     )
-    pairs = zip(selection.sources, selection.tallies, strict=False)  # no tallies of held-out rows
+    pairs = zip(selection.sources, selection.tallies, strict=False)  # held-out rows have no tallies
     return SplitLedger(
         tally=counts,
         lost_fraction=round(tally.lost_fraction, 6),

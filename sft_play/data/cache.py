@@ -1,8 +1,8 @@
 """The cache of tokenized rows. The same rows, tokenizer and policy are tokenized once.
 
-A key is a digest of the files' content, not of their names or times: a moved file finds its
-samples, a changed byte does not. An entry is sealed, and verified before it is used: a changed
-bit in it would train something else. What became of the rows of a source is in its entry, too.
+A key is a digest of the files' content, not of their names or times: a moved file is found in the
+cache, a changed byte is not. An entry is sealed, and verified before it is used: a changed
+bit would change the training. An entry also records what happened to the source's rows.
 Loads no torch.
 """
 
@@ -37,7 +37,7 @@ LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may chang
 SUMMARY = "meta.json"
 BAD_ROWS = "bad_rows.jsonl"
 MAX_PARTS = 99  # of a path
-NO_WORD = re.compile(r"[^\w.-]+")  # what no tracker's name may have
+NO_WORD = re.compile(r"[^\w.-]+")  # characters that a tracker's name may not contain
 
 
 def digest_tokenizer(tokenizer: Any, template: str) -> str:
@@ -76,10 +76,10 @@ def get_or_build(
 ) -> Path:
     """Return the folder of an entry; `build` fills it if it does not exist yet or is damaged.
 
-    `check` raises if what was built is not to be kept.
+    `check` raises if the new entry must not be kept.
 
-    If two processes want the same entry at once, the second waits for the first. An entry is built
-    under another name, sealed and then renamed, so it is whole or absent. Raises EnvironmentFault.
+    If two processes need the same entry, the second waits for the first. An entry is built
+    under another name, sealed, then renamed, so it is complete or absent. Raises EnvironmentFault.
     """
     folder = root / key
     if folder.is_dir() and seal.find_damage(folder) is None:
@@ -114,7 +114,7 @@ def get_or_build(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that the system releases when this process ends, however it ends."""
+    """Acquire a lock that the system releases when this process ends, for any reason."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,7 +150,7 @@ class LongRow(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """What became of a source's rows, and the longest rows over the limit, longest first."""
+    """What happened to a source's rows, and the longest rows over the limit, longest first."""
 
     tally: Tally
     long_rows: Sequence[LongRow]
@@ -163,7 +163,7 @@ class StoreSummary:
 
 @dataclass(frozen=True)
 class TokenizedSource:
-    """A source and the folder of its samples; data.json has it."""
+    """A source and the folder of its samples, as data.json has it."""
 
     name: str
     files: tuple[str, ...]
@@ -171,18 +171,18 @@ class TokenizedSource:
     digest: str  # of the files' content
     folder: str
     file_bytes: int | None = None  # of the files; None in a data.json of an older version
-    choice: str = ""  # which of its rows were taken; empty for all of them
-    title: str | None = None  # that the user gave it
+    choice: str = ""  # which of its rows were used; empty for all rows
+    title: str | None = None  # given by the user
 
     @property
     def label(self) -> str:
-        """Its name in ledgers, with which of its rows were taken, and its name in scores."""
+        """Its name in ledgers with the used rows, and its name in scores."""
         words = (self.name, self.choice, self.title and f"as {self.title}")
         return " ".join(filter(None, words))
 
     @classmethod
     def from_json(cls, facts: Json) -> Self:
-        """Return the source that `asdict` gave. Raises DataError when its samples are gone."""
+        """Return the source from `asdict`. Raises DataError if its samples are missing."""
         source = cls(**{**facts, "files": tuple(facts["files"])})
         if not (Path(source.folder) / RECORDS).is_file():
             raise DataError(
@@ -198,7 +198,7 @@ class TokenizedSource:
         return StoreSummary(Tally.from_json(facts["tally"]), long_rows)
 
     def read_bad_rows(self) -> list[BadRow]:
-        """Return the rows that were set aside."""
+        """Return the rows that were quarantined."""
         with (Path(self.folder) / BAD_ROWS).open(encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
         return [
@@ -236,7 +236,7 @@ TokenizedSplits = dict[str, tuple[TokenizedSource, ...]]
 
 
 def read_bad_rows(splits: TokenizedSplits) -> dict[str, list[BadRow]]:
-    """Return the rows that were set aside, of each split that has some."""
+    """Return the quarantined rows of each split that has some."""
     found: dict[str, list[BadRow]] = {}
     for split, sources in splits.items():
         rows = [row for source in sources for row in source.read_bad_rows()]

@@ -1,8 +1,8 @@
-"""Functions that an assistant may call, and its calls, however a row writes them. Pure.
+"""Functions that an assistant may call, and its calls, in any format of a row. Pure.
 
-Both become what OpenAI's chat API has, which chat templates read. A table writes keys that a row
-lacks as null: those that no schema can have, and arguments that the tool does not name, are left
-out. Anything that should be an object or a list of objects may be a JSON text.
+Both are converted to the format of OpenAI's chat API, which chat templates read. A table writes
+missing keys of a row as null. Null keys that no schema can have, and arguments that the tool does
+not name, are removed. Anything that should be an object or a list of objects may be a JSON text.
 """
 
 import ast
@@ -31,11 +31,11 @@ JSON_IN_TEXT = re.compile(r'": "[\[{]')
 FILLED = re.compile(r'(?<!"default)(?<!"const)(?<!\\)": null')  # a null that only tables write
 JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 MAX_DEPTH = 100  # of JSON
-SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # what Mistral's template wants
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")  # required by Mistral's template
 
 
 def parse_objects(value: Any, name: str) -> list[Json]:
-    """Return the objects of a list, or a single one that is in no list; [] for null or blank.
+    """Return the objects of a list, or a single object; [] for null or blank.
 
     Raises InvalidRowError.
     """
@@ -51,7 +51,7 @@ def parse_objects(value: Any, name: str) -> list[Json]:
 
 
 def check_json(value: Any, name: str) -> None:
-    """Raise InvalidRowError for what no template writes as JSON, in keys or values."""
+    """Raise InvalidRowError for keys or values that no template can write as JSON."""
     level = [value]
     for _ in range(MAX_DEPTH):
         deeper: list[Any] = []
@@ -163,7 +163,7 @@ def _parse_call(call: Json, name: str) -> Json:
 
 
 def parse_python_calls(value: Any, name: str) -> tuple[Json, ...]:
-    """Return calls such as `weather(city='Oslo')`, one a line (OLMo 3). Raises InvalidRowError."""
+    """Return calls like `weather(city='Oslo')`, one per line (OLMo 3). Raises InvalidRowError."""
     if not isinstance(parse_nested(value), str) or is_blank(value):
         return parse_calls(value, name)
     calls: list[Json] = []
@@ -183,7 +183,7 @@ def parse_python_calls(value: Any, name: str) -> tuple[Json, ...]:
 
 
 def drop_filled(messages: Sequence[Message], tools: Sequence[Json]) -> tuple[Message, ...]:
-    """Return messages whose calls have no null for an argument that their tool does not name."""
+    """Return messages with null arguments removed if the tool does not name the argument."""
     schemas = {tool["function"].get("name"): tool["function"].get("parameters") for tool in tools}
     kept = []
     for message in messages:
@@ -225,7 +225,7 @@ def has_null_arguments(messages: Sequence[Message]) -> bool:
 def with_short_ids(messages: Sequence[Json]) -> list[Json]:
     """Return messages, as templates read them, whose calls have ids of nine letters and digits.
 
-    Those that have them stay. A tool's answer has the id of its call; without one, that of the
+    Valid ids are unchanged. A tool's answer has the id of its call; without one, that of the
     first call that no tool answered.
     """
     ids: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""One chunk of records to samples, as any process may do it. Loads no torch.
+"""Convert one chunk of records to samples, in any process. Loads no torch.
 
 Legend: T tokens of a sample.
 """
@@ -52,7 +52,7 @@ from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
 from sft_play.data.training_text import is_trained
 
-CUT = {"truncate_left": "truncated", "split": "split"}  # what a policy does to rows
+CUT = {"truncate_left": "truncated", "split": "split"}  # how a policy changes rows
 
 
 def fit_sample(
@@ -61,12 +61,12 @@ def fit_sample(
     policy: Literal["drop", "truncate_left", "split"],
     bos_id: int | None = None,
 ) -> list[RenderedSample]:
-    """Return what is left of a sample under a limit in tokens, as samples with a trained token.
+    """Return the samples, each with a trained token, that fit into a limit in tokens.
 
-    drop: nothing, also of a sample with images, as a cut would go through one. truncate_left: the
-    last `max_tokens` tokens, of which the first is bos if the sample began with it. split:
-    consecutive pieces of `max_tokens` tokens; bos is not repeated, since it tells the model that a
-    text begins, and a piece continues one. The first token of a piece carries no loss, since
+    drop: none, also for a sample with images, because a cut could go through an image.
+    truncate_left: the last `max_tokens` tokens; first bos if the sample began with it. split:
+    consecutive pieces of `max_tokens` tokens. bos is not repeated: it tells the model that a text
+    begins, but a piece continues one. The first token of a piece carries no loss, since
     nothing in the piece predicts it.
 
     >>> answered = RenderedSample([1, 5, 6, 7, 8], [-100, -100, -100, 7, 8], answer_start=3)
@@ -107,7 +107,7 @@ def _cut_piece(rendered: RenderedSample, start: int, end: int) -> RenderedSample
     return RenderedSample(ids, labels, answer_start, weights=weights)
 
 
-# What answers of a scraped or exported table look like: the words of the note, and what finds it
+# What answers of a scraped or exported table look like: the words of the note, and the pattern
 DOUBTS = {
     "have HTML tags in an answer": re.compile(
         r"</?(?:p|br|div|span|li|ul|td|b|i|a)\b[^<>]*>"
@@ -121,12 +121,12 @@ WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says
 
 @dataclass
 class TokenizedChunk:
-    """The samples of a chunk, and what became of its rows."""
+    """The samples of a chunk, and what happened to its rows."""
 
     file: int  # of the source
     bytes_read: int  # size of the chunk in its file on disk
     tally: Tally
-    samples: SampleArrays = field(init=False)  # once all rows are tokenized
+    samples: SampleArrays = field(init=False)  # set after all rows are tokenized
     bad_rows: list[BadRow] = field(default_factory=list)
     long_rows: list[LongRow] = field(default_factory=list)  # the longest ones over the limit
     image_states: dict[str, State] = field(default_factory=dict)  # of the files of its images
@@ -138,7 +138,7 @@ class TokenizedChunk:
 
 
 class ChunkTokenizer:
-    """Tokenizes chunks. Has what a process needs for it, and nothing that changes."""
+    """Tokenizes chunks. Contains everything a process needs for it, and nothing that changes."""
 
     def __init__(self, config: Config, tokenizer: Any, decodes: bool = True):
         data = config.data
@@ -151,7 +151,7 @@ class ChunkTokenizer:
         self._bos_id = tokenizer.bos_token_id
         self._system_prompt = SystemPrompt.from_config(config, decodes)
         self.processor = Processor(config, tokenizer)
-        self.processor.find_limits()  # errors in them come before a row is read
+        self.processor.find_limits()  # reports errors in them before a row is read
 
     def __call__(self, task: ChunkTask) -> TokenizedChunk:
         """Return the samples of a chunk."""
@@ -185,7 +185,7 @@ class ChunkTokenizer:
         rendered: Iterator[tuple[RenderedSample, ...] | RenderError],
         done: TokenizedChunk,
     ) -> list[StoredSample]:
-        """Return what is stored of a record, and count what becomes of it."""
+        """Return the stored samples of a record, and count the result."""
         tally = done.tally
         samples: list[RenderedSample] = []
         refused: list[RenderError] = []
@@ -241,7 +241,7 @@ class ChunkTokenizer:
         samples: Sequence[RenderedSample],
         tally: Tally,
     ) -> list[StoredSample]:
-        """Return what the length policy keeps of a record's samples, and count what it cuts."""
+        """Return a record's samples after the length policy, and count what it cuts."""
         is_text = rows[0].text is not None
         policy = self._too_long
         if policy == "auto":
@@ -265,16 +265,16 @@ class ChunkTokenizer:
         return stored
 
     def refuse_endless_rows(self, task: ChunkTask) -> None:
-        """Raise DataError for the rows for which the model's files take more than they may.
+        """Raise DataError for rows whose processing by the model's files exceeds a limit.
 
-        They are found by halving the chunk: one row, or several that only take too much together.
+        They are found by bisecting the chunk: one row, or several that exceed the limit together.
         """
         records = self._parse(task, TokenizedChunk(task.file, 0, Tally()))
         rows = [row for rows in records.values() for row in rows]
         limits = _limits(task.chunk)
 
         def exceeds(part: Sequence[Row]) -> str | None:
-            """Return which limit rendering some rows exceeds."""
+            """Return the limit that rendering some rows exceeds."""
             return find_excess(partial(self._renderer.render, part), *limits)
 
         if not exceeds(rows):

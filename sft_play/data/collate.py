@@ -1,13 +1,14 @@
-"""Samples to batches: sequences of one or more documents as tensors, and the parts of a rank.
+"""Collate samples to batches: sequences of one or more documents as tensors, and a rank's part.
 
 The documents of a sequence never see each other, and nothing predicts the first token of each. The
 pixels of all images of a batch are one input, in the order of their tokens, so the vision encoder
 runs once. Images are opened here, in the processes that load batches.
 
-If several ranks share each row, the batch is collated whole, and cut: part r of c has tokens
-r T / c to (r + 1) T / c of every row. Boundaries of documents stay those of whole rows. Every
-labeled token belongs to one part: that of the token which predicts it, so a document's labels may
+If several ranks share each row, the batch is collated in full and then cut: part r of c has tokens
+r T / c to (r + 1) T / c of every row. Document boundaries are those of the full rows. Every
+labeled token belongs to the part of the token that predicts it, so a document's labels may
 be on other ranks than its tokens.
+
 Legend: B sequences of a micro-batch, T tokens of its widest, N documents, I images, c parts.
 """
 
@@ -31,11 +32,11 @@ from sft_play.data.rows import ImageFile
 from sft_play.data.store import Sample, Split
 
 Batch = dict[str, Tensor | int | list[int]]
-WEIGHTS = "loss_weights"  # (B, T) float32 of labels, if some weigh other than 1
-TYPES = ("mm_token_type_ids", "token_type_ids")  # how models call the types of tokens
-IMAGE_BLOCKS = "image_blocks"  # no argument of the model
+WEIGHTS = "loss_weights"  # (B, T) float32 of labels, if any is not 1
+TYPES = ("mm_token_type_ids", "token_type_ids")  # names of the token types in models
+IMAGE_BLOCKS = "image_blocks"  # not an argument of the model
 CUT = ("input_ids", "position_ids")  # (B, T) each
-UNUSED = ("attention_mask", "labels")  # boundaries and labeled tokens stand for them
+UNUSED = ("attention_mask", "labels")  # replaced by boundaries and labeled tokens
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
@@ -46,13 +47,13 @@ class TokenSequence:
     ids: np.ndarray
     labels: np.ndarray
     lengths: tuple[int, ...]
-    real_tokens: int  # without fillers
-    weights: np.ndarray | None = None  # (T,) of labels in the loss; None: each weighs 1
-    images: tuple[tuple[ImageFile, ...], ...] = ()  # of each document; (): none has any
+    real_tokens: int  # without padding sequences (fillers)
+    weights: np.ndarray | None = None  # (T,) of labels in the loss; None: each weight is 1
+    images: tuple[tuple[ImageFile, ...], ...] = ()  # per document; (): no document has images
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
-        """The lengths of the documents that are no fillers."""
+        """The lengths of the documents that are not fillers."""
         if self.real_tokens == sum(self.lengths):
             return self.lengths
         documents = np.split(self.labels, np.cumsum(self.lengths)[:-1])
@@ -62,7 +63,7 @@ class TokenSequence:
 class TrainRows(Dataset[TokenSequence]):
     """Sequences by the index of their sample, or by the indices of several.
 
-    `~index` (negative) stands for a filler: the sample's ids, without loss.
+    `~index` (negative) represents a filler: the sample's ids, without loss.
     """
 
     def __init__(self, samples: Sequence[Sample] | Split):
@@ -94,7 +95,7 @@ class TrainRows(Dataset[TokenSequence]):
 
 
 def _join(sequences: Sequence[TokenSequence]) -> TokenSequence:
-    """Return one sequence of the documents of several."""
+    """Return one sequence with the documents of several sequences."""
     weights = _weights(sequences)
     return TokenSequence(
         np.concatenate([sequence.ids for sequence in sequences]),
@@ -107,7 +108,7 @@ def _join(sequences: Sequence[TokenSequence]) -> TokenSequence:
 
 
 def _weights(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-    """Return the weights of each sequence, [] if each token of all weighs 1."""
+    """Return the weights of each sequence, [] if all weights are 1."""
     if all(sequence.weights is None for sequence in sequences):
         return []
     return [
@@ -118,11 +119,11 @@ def _weights(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """Makes the inputs of images for one model.
+    """Creates the image inputs of one model.
 
     `arguments` are those of the model's forward method. `rope` has transformers' `get_rope_index`
-    if positions are of three axes; packed batches need it. With `gives_blocks`, images are read
-    in both directions, and a packed batch has `image_blocks`, see `image_blocks`.
+    if positions have three axes; packed batches need it. With `gives_blocks`, images are read
+    in both directions, and a packed batch contains `image_blocks`; see the function of that name.
     """
 
     processor: Processor
@@ -137,12 +138,12 @@ class ImageInputs:
         ids: Tensor,
         documents: Sequence[Sequence[int]] = (),
     ) -> dict[str, Any]:
-        """Return the inputs for the images of each document; {} if none has any.
+        """Return the inputs for the images of each document; {} if there are no images.
 
         ids (B, T); `documents` are the lengths of the documents of each row, () if each row is
-        one and the model finds its positions by itself.
+        one document and the model computes its positions itself.
 
-        Raises: DataError for an image that is not what it was when its row was read.
+        Raises: DataError for an image that has changed since its row was read.
         """
         opened = [decode(image) for image in chain.from_iterable(images)]
         if not opened:
@@ -150,7 +151,7 @@ class ImageInputs:
         batch: dict[str, Any] = self.processor.inputs(opened)
         for name, tensor in batch.items():
             if tensor.is_floating_point():
-                batch[name] = tensor.to(self.dtype)  # half the bytes to copy
+                batch[name] = tensor.to(self.dtype)  # halves the bytes to copy
         types = torch.tensor(list(map(self.processor.token_types, ids.tolist())))
         batch |= {name: types for name in TYPES if name in self.arguments}
         if documents and self.gives_blocks:
@@ -173,7 +174,7 @@ class ImageInputs:
         of_images -= set(TYPES)
         found = torch.zeros(4, *ids.shape, dtype=torch.int64)
         counts = iter(map(len, images))
-        first = 0  # image of a document
+        first = 0  # index of a document's first image
         for row, lengths in enumerate(documents):
             start = 0
             for length in (*lengths, ids.shape[1] - sum(lengths)):
@@ -194,9 +195,9 @@ class ImageInputs:
 
 
 def image_blocks(types: Tensor, documents: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
-    """Return where images are read in both directions: start and end of each, and its document's.
+    """Return the ranges read in both directions: start and end of each image, and its document.
 
-    types (B, T) are 1 if a token is of an image; all count in the flattened rows.
+    types (B, T) are 1 for image tokens; all positions refer to the flattened rows.
 
     >>> image_blocks(torch.tensor([[0, 1, 1, 1, 0, 1]]), [[3, 3]])
     [(1, 3, 0), (3, 4, 3), (5, 6, 3)]
@@ -217,7 +218,7 @@ def image_blocks(types: Tensor, documents: Sequence[Sequence[int]]) -> list[tupl
 
 @dataclass(frozen=True)
 class PadCollator:
-    """One document a row, padded on the right.
+    """Collates one document per row, padded on the right.
 
     Gives input_ids, attention_mask and labels, each (B, T) int64. T is the longest row, or with
     `max_seq_len` one of the few widths of `padded_width`.
@@ -225,7 +226,7 @@ class PadCollator:
 
     pad_id: int
     max_seq_len: int | None = None
-    images: ImageInputs | None = None  # of a base that reads them
+    images: ImageInputs | None = None  # of a base model that reads images
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Batch:
         assert all(len(sequence.lengths) == 1 for sequence in sequences), (
@@ -248,17 +249,17 @@ class PadCollator:
 class PackCollator:
     """Rows of several documents: input_ids, labels and position_ids, each (B, T) int64.
 
-    With `in_one_row` all documents of the batch are one row, with less than 64 tokens of padding;
-    but rows of one document each stay rows if they need hardly any padding, and a single one
-    in any case.
+    With `in_one_row` all documents of the batch form one row, with less than 64 tokens of padding.
+    Rows of one document each remain separate rows if they need hardly any padding, and a single
+    row always does.
 
-    position_ids begin at 0 in every document, and the padding on the right counts as a document.
-    transformers tells documents apart by them, if there is no attention_mask and no key-value
+    position_ids start at 0 in every document, and the padding on the right counts as a document.
+    transformers separates documents by them if there is no attention_mask and no key-value
     cache. With `varlen`, the batch also has the boundaries of all documents of the flattened batch:
     cu_seq_lens_q and cu_seq_lens_k (N + 1,) int32, max_length_q and max_length_k. Flash attention
-    needs them, as it finds documents by itself only in a batch of one row. There the padding
-    belongs to the row's last document, after its end, where nothing attends to it: a row of one
-    document stays one, which the fastest kernels can take.
+    needs them, because it finds documents itself only in a batch of one row. In this case the
+    padding belongs to the row's last document, after its end, where no token attends to it. A row
+    of one document therefore remains one document, which the fastest kernels support.
 
     >>> ids = np.array([5, 6, 7, 8, 9])
     >>> labels = np.array([-100, 6, -100, 8, 9])
@@ -273,9 +274,9 @@ class PackCollator:
     pad_id: int
     max_seq_len: int
     varlen: bool = False
-    brings_lengths: bool = False  # with varlen: document_lengths too, a list that stays on the CPU
+    brings_lengths: bool = False  # with varlen: also document_lengths, a list on the CPU
     in_one_row: bool = False  # with varlen
-    images: ImageInputs | None = None  # of a base that reads them
+    images: ImageInputs | None = None  # of a base model that reads images
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Batch:
         lengths = [sequence.lengths for sequence in sequences]
@@ -319,7 +320,7 @@ class LabelledPositions(NamedTuple):
 def labelled(labels: Tensor) -> LabelledPositions:
     """Return the positions whose next token has a label, and these labels.
 
-    Computed here, on the CPU: a GPU that counts them makes its CPU wait for the number.
+    Computed here on the CPU: counting them on a GPU would make the CPU wait for the number.
 
     >>> [found.tolist() for found in labelled(torch.tensor([[-100, 6, 7], [-100, -100, 9]]))]
     [[0, 1, 4], [6, 7, 9]]
@@ -338,7 +339,7 @@ def _position_ids(sequences: Sequence[TokenSequence], width: int) -> Tensor:
 
 
 def _pad_sequences(sequences: Sequence[TokenSequence], pad_id: int, width: int) -> Batch:
-    """Return ids, labels and, unless each token weighs 1, weights: (B, T) each."""
+    """Return ids, labels and, unless all weights are 1, weights: (B, T) each."""
     batch: Batch = {
         "input_ids": _pad([sequence.ids for sequence in sequences], pad_id, width),
         "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
@@ -360,7 +361,7 @@ def _pad(
 
 @dataclass(frozen=True)
 class RowPart:
-    """Cuts the `rank`-th of `size` parts out of every row."""
+    """Cuts part number `rank` of `size` parts out of every row."""
 
     rank: int
     size: int
@@ -370,7 +371,7 @@ class RowPart:
         return -(-width // self.size)
 
     def cut(self, batch: Batch) -> Batch:
-        """Return this part of a collated batch; what is neither cut nor unused stays.
+        """Return this part of a collated batch; keys that are neither cut nor unused are unchanged.
 
         Rows are padded to a multiple of `size`, as part of their last document. A batch without
         boundaries has padded rows of one document each, and gets boundaries and positions.

@@ -1,8 +1,8 @@
 """Data files (JSONL, JSON, CSV, TSV, Parquet, Arrow) as chunks of records.
 
-Knows no row formats and loads no torch. Reading takes the memory of one chunk, except for .json
+Knows no row formats and loads no torch. Reading needs the memory of one chunk, except for .json
 files that are one object. Parsing JSON is slow, so `parse_records` does it in any process: chunks
-have JSONL lines undecoded.
+contain undecoded JSONL lines.
 """
 
 import contextlib
@@ -49,12 +49,12 @@ FORMATS = (
 )
 UNPACK = "unpack it first with gzip -dk or zstd -d"
 UNPACKED_BYTES = 256 << 10  # at once
-ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; more is no faster
+ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; larger chunks are not faster
 CHUNK_BYTES = 16 << 20  # a chunk of long rows has fewer rows
-# Of the rows that were read. The others are no reason to list a cause row by row.
+# Share of the rows that were read with one cause, above which rows are not listed one by one.
 NEARLY_ALL = 0.9
 MOST = 0.5  # of the rows, if the cause is the chat template
-# What differs between rows of one cause: quoted texts, values, numbers
+# The parts of messages with the same cause that differ: quoted texts, values, numbers
 VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|(?<= is ).*(?=, not )|\d+")
 PLACE = re.compile(r"(:\d+|\[\d+\])$")
 GO_ON_WITHOUT = (
@@ -90,7 +90,7 @@ class Chunk:
         return replace(self, numbers=numbers, records=records)
 
     def raw(self, position: int) -> str:
-        """Return the text of a record: a line as it is in the file, else JSON."""
+        """Return the text of a record: a line as in the file, otherwise JSON."""
         record = self.records[position]
         if isinstance(record, bytes):
             return record.decode("utf-8", "backslashreplace").rstrip("\r\n")
@@ -100,7 +100,7 @@ class Chunk:
 
 
 def file_format(path: Path) -> str | None:
-    """Return which of FORMATS a file has by its name, None if none."""
+    """Return the format in FORMATS of a file name, None if there is none."""
     name = path.name.lower()
     return next((suffix for suffix in FORMATS if name.endswith(suffix)), None)
 
@@ -115,7 +115,7 @@ def base_format(path: Path) -> str:
 
 
 def _encoding_hint(path: Path) -> str:
-    """Return which encoding a text file that is not UTF-8 has, "" if that cannot be told."""
+    """Return the encoding of a text file that is not UTF-8, "" if it is unknown."""
     if base_format(path) not in TEXT_FORMATS:
         return ""
     with path.open("rb") as raw:
@@ -139,7 +139,7 @@ def digest_files(paths: Iterable[Path], choice: str = "") -> str:
 
 
 def suggest_path(missing: str | Path) -> str:
-    """Return a hint that names the existing path most like a missing one, "" if there is none."""
+    """Return a hint with the existing path most similar to a missing one, "" if there is none."""
     near = nearest_path(missing)
     return f"; did you mean {near}?" if near else ""
 
@@ -147,11 +147,11 @@ def suggest_path(missing: str | Path) -> str:
 def read_chunks(
     path: Path, rows_per_chunk: int = ROWS_PER_CHUNK, line_by_line: bool = False
 ) -> Iterator[Chunk]:
-    """Yield the records of a file in chunks of at most so many rows, and of about CHUNK_BYTES.
+    """Yield the records of a file in chunks of at most `rows_per_chunk` and about CHUNK_BYTES.
 
     `line_by_line` makes each line of a plain text a record.
 
-    Raises: DataError for a file that is missing, damaged, or not what its name says.
+    Raises: DataError for a file that is missing, damaged, or does not have its name's format.
     """
     suffix = file_format(path)
     if suffix is None:
@@ -173,7 +173,7 @@ def read_chunks(
 
 
 def parse_records(chunk: Chunk) -> Iterator[Json | BadRow]:
-    """Yield every record of a chunk as an object with keys, or why it is none."""
+    """Yield every record of a chunk as an object with keys, or why it is not one."""
     for position, record in enumerate(chunk.records):
         if isinstance(record, bytes):
             record = text_files.parse_json_line(record)
@@ -185,7 +185,7 @@ def parse_records(chunk: Chunk) -> Iterator[Json | BadRow]:
 
 @contextlib.contextmanager
 def _errors_naming(path: Path) -> Iterator[None]:
-    """Raise DataError that names the file for what goes wrong while reading it."""
+    """Raise DataError with the file's name for errors while reading it."""
     try:
         yield
     except FileNotFoundError:
@@ -205,7 +205,7 @@ def _errors_naming(path: Path) -> Iterator[None]:
 
 
 class _Decompressed(io.RawIOBase):
-    """The bytes of a compressed stream. Raises OSError if that is a bomb."""
+    """The bytes of a compressed stream. Raises OSError for a decompression bomb."""
 
     def __init__(self, raw: io.BufferedReader, stream: Any):
         self._raw, self._stream = raw, stream
@@ -222,7 +222,7 @@ class _Decompressed(io.RawIOBase):
 
 
 def open_decompressed(raw: io.BufferedReader, path: Path) -> io.BufferedReader:
-    """Return the stream of a file's bytes without its compression."""
+    """Return the decompressed stream of a file's bytes."""
     name = path.name.lower()
     if name.endswith(".gz"):
         stream: Any = gzip.GzipFile(fileobj=raw)
@@ -243,7 +243,7 @@ def _text_chunks(path: Path, rows_per_chunk: int, line_by_line: bool) -> Iterato
         if suffix == ".json":
             records = json_files.read_json(path, stream)
         elif suffix in DELIMITERS:
-            # bytes that are no UTF-8 become surrogates, so that an error can name their row
+            # invalid UTF-8 becomes surrogates, so that an error can name its row
             text = io.TextIOWrapper(
                 stream, encoding="utf-8-sig", errors="surrogateescape", newline=""
             )
@@ -282,7 +282,7 @@ def _group(
 
 
 def _repeats_role(raw: str) -> bool:
-    """Return whether two turns of one role follow each other in a row that was not proven."""
+    """Return whether two consecutive turns have the same role in a row that was not proven."""
     try:
         roles = [message["role"] for message in json.loads(raw)["messages"]]
     except (ValueError, TypeError):  # a text, or several rows
@@ -291,7 +291,7 @@ def _repeats_role(raw: str) -> bool:
 
 
 class BadRows:
-    """Bad rows, counted by cause; the first ones are kept."""
+    """Bad rows, counted by cause; only the first ones are stored."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -309,7 +309,7 @@ class BadRows:
             self.first.append(row)
 
     def refuse(self, rows_read: int) -> NoReturn:
-        """Raise DataError: with the cause that nearly all rows have, else with the first rows."""
+        """Raise DataError with the cause of nearly all rows, otherwise with the first rows."""
         ((cause, count),) = self.causes.most_common(1)
         row = self._first_of_cause[cause]
         share = MOST if row.reason.startswith(TEMPLATE_CAUSE) else NEARLY_ALL
@@ -320,7 +320,7 @@ class BadRows:
             lines.append(f"so it is with {count:,} of {rows_read:,} rows, the first of them named")
         elif self.total > len(listed):
             lines.append(f"... and {self.total - len(listed)} more bad rows")
-        hints: dict[str, None] = {}  # what helps against the causes, each once
+        hints: dict[str, None] = {}  # hints for the causes, each once
         for row in listed:
             if row.reason.startswith(("not UTF-8", "a text is not UTF-8")):
                 hints[_encoding_hint(Path(PLACE.sub("", row.origin)))] = None
@@ -336,7 +336,7 @@ class BadRows:
 
 
 def refuse_bad_rows(rows: Iterable[BadRow], rows_read: int = 0) -> None:
-    """Raise DataError if there are bad rows; 0: how many were read does not matter."""
+    """Raise DataError if there are bad rows; `rows_read` 0: the number read does not matter."""
     bad = BadRows()
     for row in rows:
         bad.add(row)

@@ -1,6 +1,6 @@
-"""What a row says of its images, and where they stand in its texts. Pure: opens none of them.
+"""The images in a row, and their positions in its texts. Pure: opens none of them.
 
-An ImageFile without a width is what the row says: a path or URL, or bytes.
+An ImageFile without a width is what the row contains: a path or URL, or bytes.
 """
 
 import base64
@@ -24,7 +24,7 @@ from sft_play.data.rows import (
 TEXT_MARK = "<image>"  # of LLaMA-Factory, ms-swift and LLaVA
 MARKS = re.compile(f"{IMAGE_MARK}|{TEXT_MARK}")
 NEXT_IMAGE = ImageFile("", b"", 0, 0)  # of a mark without a file: the next of the row's images
-MEDIA = (  # of one that is no video, and of one
+MEDIA = (  # of a part that is not a video, and of one
     "sound; only texts and images are read: write the spoken words as text",
     "a video; only texts and images are read: write its frames as images",
 )
@@ -32,7 +32,7 @@ NO_ANSWER = "no model here writes images; put it into a question"
 IMAGE_TYPES = ("image", "image_url", "input_image")  # of parts
 BARE_KEYS = ("image", "inlineData", "inline_data")  # of parts without a type
 MEDIA_TYPES = ("video", "video_url", "input_video", "audio", "audio_url", "input_audio")
-# Of a part, or of an object in it: the bytes come before the path that they once had
+# Keys of a part, or of an object in it: bytes take precedence over their original path
 ENCODED_KEYS = ("bytes", "base64", "data")
 IMAGE_KEYS = (
     *ENCODED_KEYS,
@@ -43,9 +43,9 @@ BASE64_IMAGE = re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk|SUkq|TU0AK)[\w+/\s
 
 
 def name_image(value: Any, name: str) -> ImageFile:
-    """Return the image that a part or a column's value names, NEXT_IMAGE if a part names none.
+    """Return the image of a part or of a column's value, NEXT_IMAGE if a part names none.
 
-    Raises InvalidRowError, which calls it `name`.
+    Raises InvalidRowError, with `name` as its name.
     """
     given, is_encoded = value, False
     while isinstance(given, dict):
@@ -101,7 +101,7 @@ def attach_images(
 ) -> tuple[Message, ...]:
     """Return the messages of a record with the images of its columns, in order, at their marks.
 
-    Without marks, all come before the first question. Raises InvalidRowError.
+    Without marks, all images come before the first question. Raises InvalidRowError.
     """
     column = row_format.columns["images"]
     has_column = column in record or row_format.media or not MEDIA_COLUMNS.isdisjoint(record)
@@ -136,7 +136,7 @@ def attach_images(
 
 
 def _pair(messages: Sequence[Message], images: Sequence[ImageFile]) -> tuple[Message, ...]:
-    """Return messages with the images of a column in place of as many marks.
+    """Return messages with a column's images in place of the same number of marks.
 
     Raises InvalidRowError.
     """

@@ -1,4 +1,4 @@
-"""Images of rows: each is opened once, before anything is trained on it, and decoded for training.
+"""Images of rows: each is opened once before training, and decoded for training.
 
 Loads no torch.
 """
@@ -35,21 +35,21 @@ from sft_play.runs.folder import cache_folder
 if TYPE_CHECKING:
     from PIL import Image
 
-# Not those whose reading starts another program (EPS), or that contain no picture
+# Excludes formats whose reading starts another program (EPS), or that contain no picture
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
 AS_FORMATS = "save it as JPEG, PNG or WebP"
-WITH_PREVIEW = "MPO"  # a JPEG followed by smaller ones, as phones write
-DRAFT = 8  # a JPEG is decoded at an eighth of its size, which reads all of it
+WITH_PREVIEW = "MPO"  # a JPEG followed by smaller ones, as phones write it
+DRAFT = 8  # a JPEG is decoded at an eighth of its size, which still reads all of it
 ORIENTATION = 0x0112  # the EXIF tag
-TURNED = range(5, 9)  # its values with which width and height change places
-LATE_CHUNKS = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}  # after a PNG's pixels: they may turn it
+TURNED = range(5, 9)  # its values for which width and height are swapped
+LATE_CHUNKS = {b"eXIf", b"iTXt", b"tEXt", b"zTXt"}  # chunks after a PNG's pixels that may rotate it
 DEEP_MODES = ("I", "F")
 MAX_CHANNEL = 255
 FETCH_SECONDS = 60
 REMEMBERED = 1 << 16  # files
 BEGINNING_BYTES = 256
 # Pillow checks little: a damaged file may raise any of Python's errors
-State = tuple[int, int] | None  # of a file: bytes and time in ns; None: it cannot be asked for
+State = tuple[int, int] | None  # of a file: bytes and time in ns; None: unknown
 DAMAGED = (OSError, SyntaxError, EOFError, zlib.error, struct.error, *OF_A_WRONG_VALUE)
 BEGINNINGS = {
     b"version https://git-lfs": "a pointer of git-lfs, not the image; git lfs pull fetches it",
@@ -61,12 +61,12 @@ BEGINNINGS = {
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Opens the images of rows, each once, before anything is trained on them."""
+    """Opens the images of rows, each once, before training."""
 
-    folder: Path | None = None  # where paths begin; None: the folder of the data file
-    fetched: Path | None = None  # the folder of those that are fetched; None: none is
-    decodes: bool = True  # else only their headers are read
-    states: dict[str, State] = field(default_factory=dict)  # of the files that were asked for
+    folder: Path | None = None  # base of relative paths; None: the folder of the data file
+    fetched: Path | None = None  # the folder of downloaded images; None: no downloads
+    decodes: bool = True  # False: only their headers are read
+    states: dict[str, State] = field(default_factory=dict)  # of the files that were checked
 
     @classmethod
     def from_config(cls, config: Config, decodes: bool = True) -> Self:
@@ -79,7 +79,7 @@ class ImageReader:
     def open_images(self, messages: tuple[Message, ...], data_file: Path) -> tuple[Message, ...]:
         """Return messages with every image opened. Raises InvalidRowError, which names the image.
 
-        Paths begin in the folder of the data file if data.image_folder is null.
+        Relative paths start at the folder of the data file if data.image_folder is null.
         """
         if not [message for message in messages if message.images]:
             return messages
@@ -111,7 +111,7 @@ class ImageReader:
         return self._check(replace(image, path=path), name)
 
     def _check(self, image: ImageFile, name: str) -> ImageFile:
-        """Return an image with its size as it is shown. Raises InvalidRowError."""
+        """Return an image with its displayed size. Raises InvalidRowError."""
         try:
             if image.data:
                 width, height = _measure(image, self.decodes)
@@ -123,7 +123,7 @@ class ImageReader:
         return replace(image, width=width, height=height)
 
     def _fetch(self, url: str, name: str) -> Path:
-        """Return the file of a URL, which is fetched once. Raises InvalidRowError."""
+        """Return the file of a URL, which is downloaded once. Raises InvalidRowError."""
         from sft_play.http_client import NoAnswer, download  # takes 0.2 s
 
         if self.fetched is None:
@@ -145,16 +145,16 @@ BESIDE_FILES = ImageReader()
 
 
 def image_limits(config: Config) -> dict[str, int]:
-    """Return the bounds of pixels that are set, by the names that processors have for them."""
+    """Return the limits of pixels that are set, by their names in processors."""
     data = config.data
     limits = {"min_pixels": data.image_min_pixels, "max_pixels": data.image_max_pixels}
     return {name: pixels for name, pixels in limits.items() if pixels is not None}
 
 
 def decode(image: ImageFile) -> "Image.Image":
-    """Return an image as transformers' load_image does: in RGB, turned as its EXIF data say.
+    """Return an image as transformers' load_image does: in RGB, rotated according to its EXIF data.
 
-    Raises DataError for a file that is no longer what was checked.
+    Raises DataError for a file that has changed since it was checked.
     """
     from PIL import Image, ImageOps
 
@@ -190,7 +190,7 @@ def _source(image: ImageFile) -> Any:
 
 
 def file_state(path: str) -> State:
-    """Return what a write to a file changes."""
+    """Return the properties of a file that a write changes."""
     with contextlib.suppress(OSError, ValueError):
         stat = os.stat(path)
         return stat.st_size, stat.st_mtime_ns
@@ -225,12 +225,12 @@ def _measure(image: ImageFile, decodes: bool) -> tuple[int, int]:
     return width, height
 
 
-# Several rows may show one file: it is measured again once its state differs
+# Several rows may contain one file: it is measured again if its state differs
 _measure_file = lru_cache(REMEMBERED)(lambda image, state, decodes: _measure(image, decodes))
 
 
 def _check_header(opened: "Image.Image") -> None:
-    """Raise InvalidRowError for an image that is empty, or is several."""
+    """Raise InvalidRowError for an image that is empty, or contains several images."""
     width, height = opened.size
     if not width * height:
         raise InvalidRowError(f"has {width} x {height} pixels")
@@ -241,28 +241,28 @@ def _check_header(opened: "Image.Image") -> None:
 
 
 def _is_sound(opened: Any) -> bool:
-    """Return whether an image is complete by its checksums or its length, and is not turned.
+    """Return whether an image is complete by its checksums or length, and not rotated.
 
-    To decode a PNG takes 30 times as long. Raises: DAMAGED.
+    Decoding a PNG would take 30 times as long. Raises: DAMAGED.
     """
     if opened.format == "PNG":
         opened.fp.seek(opened.tile[0][2] - 8)
         if not LATE_CHUNKS.isdisjoint(opened.png.verify()):
             return False
-    elif opened.format != "WEBP":  # which Pillow does not open if it breaks off
+    elif opened.format != "WEBP":  # Pillow does not open a truncated one
         return False
     return _orientation(opened) == 1 and not opened.mode.startswith(DEEP_MODES)
 
 
 def _orientation(opened: Any) -> int:
-    """Return the EXIF tag of how an image is turned, without decoding it."""
+    """Return the EXIF orientation tag of an image, without decoding it."""
     from PIL import Image
 
     return Image.Image.getexif(opened).get(ORIENTATION, 1)  # PNG's decodes
 
 
 def _decode_small(opened: "Image.Image") -> bool:
-    """Decode an image, a JPEG at an eighth of its size; return whether that places it on its side.
+    """Decode an image, a JPEG at an eighth of its size; return whether EXIF swaps its sides.
 
     Raises: InvalidRowError, DAMAGED.
     """
@@ -308,9 +308,9 @@ def _explain(image: ImageFile, error: Exception) -> str:
 
 
 def _suggest_file(missing: Path) -> str:
-    """Return a hint that names a file or folder like a missing one, "." if there is none."""
+    """Return a hint with a file or folder similar to a missing one, "." if there is none."""
     near = ""
-    with contextlib.suppress(OSError):  # of a folder that may not be listed
+    with contextlib.suppress(OSError):  # of a folder that cannot be listed
         if os.path.isdir(missing.parent):
             near = _names_by_stem(missing.parent).get(missing.stem.lower(), "")
         else:
@@ -318,7 +318,7 @@ def _suggest_file(missing: Path) -> str:
     return f"; did you mean '{near}'?" if near else "."
 
 
-# A set may lack many files of one folder, which is listed once
+# Many files of one folder may be missing: the folder is listed once
 _near_folder = lru_cache(maxsize=64)(nearest_path)
 
 

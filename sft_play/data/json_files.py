@@ -1,4 +1,4 @@
-"""The rows of .json files: a list, which is read in parts, one object, or an object a line."""
+"""Read the rows of .json files: a list, read in parts; one object; or one object per line."""
 
 import codecs
 import io
@@ -26,15 +26,15 @@ from sft_play.data.text_files import (
 from sft_play.errors import DataError
 
 MAX_OBJECT_BYTES = 128 << 20  # of a file that is one object: it is parsed at once
-READ_BYTES = 1 << 20  # at once, of a list
+READ_BYTES = 1 << 20  # of a list, at once
 LITERAL = len("\\udead\\udead")  # characters: the longest that JSON has; others end it elsewhere
-# Finds where a row ends; `parse_json_line` is stricter, about numbers of many digits, too
+# Finds the end of a row; `parse_json_line` is stricter, also about numbers of many digits
 SCANNER = json.JSONDecoder(parse_int=str)
 WHITESPACE = re.compile(r"[ \t\n\r]*")
 
 
 class JsonText:
-    """What was read of a JSON text; it grows while it is parsed, and forgets what was parsed."""
+    """The text of a JSON file read so far; it grows during parsing, and drops what was parsed."""
 
     def __init__(self, path: Path, begun: bytes, line: int, stream: IO[bytes]):
         self.path = path
@@ -44,10 +44,10 @@ class JsonText:
         self.max_characters = text_files.MAX_LINE_BYTES
         self._begun, self._stream = begun, stream
         self._decoder = codecs.getincrementaldecoder("utf-8")()
-        self._line, self._column = line, 1  # where the text begins, in the file
+        self._line, self._column = line, 1  # start of the text in the file
 
     def grow(self) -> bool:
-        """Read on, and return whether there was more. Raises DataError."""
+        """Read more, and return whether there was more. Raises DataError."""
         held = len(self.text) - self.position
         if held >= self.max_characters:
             raise DataError(
@@ -71,7 +71,7 @@ class JsonText:
         return bool(data)
 
     def show_place(self) -> str:
-        """Return the line and the column of this position, in words."""
+        """Return the line and the column of this position as text."""
         return "at line {} column {}".format(*self.place(self.position))
 
     def place(self, position: int) -> tuple[int, int]:
@@ -81,14 +81,14 @@ class JsonText:
         return self._line + lines, column if lines else self._column + position
 
     def peek(self) -> str:
-        """Move past whitespace, and return the character there, "" at the end of the file."""
+        """Skip whitespace, and return the next character, "" at the end of the file."""
         while True:
             self.position = WHITESPACE.match(self.text, self.position).end()
             if self.position < len(self.text) or not self.grow():
                 return self.text[self.position : self.position + 1]
 
     def next_value(self) -> str:
-        """Return the text of the JSON value at the position, and move past it. Raises DataError."""
+        """Return the text of the JSON value at the position, and skip it. Raises DataError."""
         while True:
             try:
                 _, end = SCANNER.raw_decode(self.text, self.position)
@@ -103,13 +103,13 @@ class JsonText:
                     continue
                 raise DataError(f"{self.path}{self.row}: {explain(error)}") from None
             value = self.text[self.position : end]
-            if end < len(self.text) or not self.grow():  # the digits of a number may continue
+            if end < len(self.text) or not self.grow():  # more digits of a number may follow
                 self.position += len(value)
                 return value
 
 
 def read_json(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
-    """Yield the rows of a .json file: of a list, of one object, or of an object a line.
+    """Yield the rows of a .json file: of a list, of one object, or of one object per line.
 
     Raises DataError.
     """
@@ -172,7 +172,7 @@ def _read_list(text: JsonText) -> Iterator[NumberedRecord]:
 def _read_object(text: JsonText) -> Iterator[NumberedRecord]:
     """Yield the rows of one object.
 
-    It is `{"data": [...]}`, or has the columns, as pandas and datasets write a table.
+    It is `{"data": [...]}`, or an object of columns, as pandas and datasets write a table.
     """
     text.max_characters = MAX_OBJECT_BYTES
     while text.grow():
@@ -192,7 +192,7 @@ def _read_object(text: JsonText) -> Iterator[NumberedRecord]:
 
 
 def _find_rows(path: Path, value: Json, is_line: bool) -> list[Any]:
-    """Return the rows that one object has. Raises DataError."""
+    """Return the rows in one object. Raises DataError."""
     lists = [key for key, held in value.items() if isinstance(held, list)]
     if lists == ["data"]:
         return value["data"]

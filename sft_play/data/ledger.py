@@ -1,8 +1,8 @@
-"""The ledger: what became of every row and every trained token, as data and as tables.
+"""The ledger: what happened to every row and every trained token, as data and as tables.
 
 For every source and every split, rows_in = rows_used + the sum of dropped, and the trained tokens
 in the rows = trained_tokens + lost_trained_tokens. `make data-check --json` prints the
-ledger, and run.json has it. Loads no torch, no numpy.
+ledger, and run.json contains it. Loads no torch, no numpy.
 """
 
 from collections import Counter
@@ -23,15 +23,15 @@ class Tally:
 
     rows_in: int = 0
     rows_used: int = 0
-    samples: int = 0  # sequences that the rows gave
+    samples: int = 0  # sequences made of the rows
     tokens: int = 0
     trained_tokens: int = 0
     images: int = 0
-    image_tokens: int = 0  # that stand for them
+    image_tokens: int = 0  # tokens that represent the images
     image_rows: int = 0  # rows used that have images
-    lost_trained_tokens: int = 0  # of rows over model.max_seq_len, as data.too_long says
+    lost_trained_tokens: int = 0  # of rows over model.max_seq_len, by data.too_long
     dropped: Counter[str] = field(default_factory=Counter)  # rows by reason
-    shortened: Counter[str] = field(default_factory=Counter)  # rows used in part, by what was done
+    shortened: Counter[str] = field(default_factory=Counter)  # partly used rows, by the change
     untrained: Counter[str] = field(default_factory=Counter)  # answers without loss, by reason
     unused: Counter[str] = field(default_factory=Counter)  # rows with a key that is not used
     as_text: Counter[str] = field(default_factory=Counter)  # rows with a special token in a message
@@ -53,7 +53,7 @@ class Tally:
 
     @property
     def lost_fraction(self) -> float:
-        """Lost trained tokens / trained tokens that the rows had."""
+        """Lost trained tokens / trained tokens in the rows."""
         return self.lost_trained_tokens / max(1, self.trained_tokens + self.lost_trained_tokens)
 
     def as_json(self) -> Json:
@@ -68,13 +68,13 @@ class Tally:
 
 @dataclass
 class DataAccount:
-    """How far the reading of a run's rows has come; data-check prints it when an error ends it."""
+    """How many of a run's rows have been read; data-check prints it if an error stops reading."""
 
     # By split, name and number of files of a source; None: nothing was read of it
     tallies: dict[tuple[str, str, int], Tally | None] = field(default_factory=dict)
 
     def as_json(self) -> Json:
-        """Return the account as data-check prints it after an error."""
+        """Return the account in the format that data-check prints after an error."""
         sources = [
             {"split": split, "name": name, "files": files, "tally": tally and tally.as_json()}
             for (split, name, files), tally in self.tallies.items()
@@ -106,16 +106,16 @@ class LengthPercentiles:
 
 @dataclass(frozen=True)
 class EqualRows:
-    """Rows that equal other rows: exactly, by their words, and by what is asked in them."""
+    """Rows that equal other rows: exactly, by their words, and by their question."""
 
     exact: int
     normalized: int
-    questions: int  # words before the last trained answer
+    questions: int  # by the words before the last trained answer
 
 
 @dataclass(frozen=True)
 class SourceLedger:
-    """What became of the rows of one source."""
+    """What happened to the rows of one source."""
 
     name: str
     weight: float | None
@@ -123,7 +123,7 @@ class SourceLedger:
 
     @property
     def notes(self) -> list[str]:
-        """What becomes of unused keys, of special tokens in messages, and under the template."""
+        """Notes on unused keys, special tokens in messages, and changes by the template."""
         tally, name = self.tally, self.name
         noted = [f"{name}: {rows:,} rows: {note}" for note, rows in sorted(tally.noted.items())]
         return [*unused_notes(tally.unused, name), *special_notes(tally.as_text, name), *noted]
@@ -131,7 +131,7 @@ class SourceLedger:
 
 @dataclass(frozen=True)
 class EpochShare:
-    """How many samples of an epoch come from a source, and which fraction that is."""
+    """How many samples of an epoch come from a source, and their share."""
 
     name: str
     samples: int
@@ -140,23 +140,23 @@ class EpochShare:
 
 @dataclass(frozen=True)
 class SplitLedger:
-    """What became of the rows of one split."""
+    """What happened to the rows of one split."""
 
     tally: Tally
-    lost_fraction: float  # of what its sources gave; rounded
+    lost_fraction: float  # of the sources' trained tokens; rounded
     lengths: LengthPercentiles
     duplicates: EqualRows  # rows that repeat an earlier one
     sources: tuple[SourceLedger, ...]  # () for held-out rows
     overlap: dict[str, EqualRows] | None = None  # of training rows, by the split with equal rows
     epoch: tuple[EpochShare, ...] | None = None  # of training rows
-    image_samples: int = 0  # that have an image
+    image_samples: int = 0  # with an image
 
     def __post_init__(self) -> None:
         self.tally.check()
 
     @property
     def notes(self) -> list[str]:
-        """What becomes of keys that are not used, by source, and questions that are evaluated."""
+        """Notes on unused keys, by source, and on questions that are also evaluated."""
         notes = list(chain.from_iterable(source.notes for source in self.sources))
         doubtful = self.tally.doubtful + Counter({"repeat another": self.duplicates.exact})
         if self.sources and doubtful:
@@ -185,7 +185,7 @@ class SplitLedger:
             "sources": sources,
             "notes": self.notes,
         }
-        for name in ("unused", "as_text", "noted", "doubtful"):  # the notes have them
+        for name in ("unused", "as_text", "noted", "doubtful"):  # the notes contain them
             del facts[name]
         if self.image_samples:
             facts["image_samples"] = self.image_samples
@@ -207,12 +207,12 @@ class PaddedTokens:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What became of all rows of a run, by split."""
+    """What happened to all rows of a run, by split."""
 
     splits: dict[str, SplitLedger]
     max_seq_len: int
     padding: PaddedTokens | None = None  # None until the batch size is known
-    variables: tuple[str, ...] = ()  # that the chat template reads
+    variables: tuple[str, ...] = ()  # read by the chat template
 
     @property
     def notes(self) -> list[str]:
@@ -220,7 +220,7 @@ class Ledger:
         return list(dict.fromkeys(chain.from_iterable(s.notes for s in self.splits.values())))
 
     def splits_as_json(self) -> Json:
-        """Return the ledger of each split, as run.json has them."""
+        """Return the ledger of each split in the format of run.json."""
         return {name: split.as_json() for name, split in self.splits.items()}
 
     def as_json(self) -> Json:
@@ -252,10 +252,10 @@ UNTRAINED = {
     "greeting": "before the first question",
     "greeting_left_out": "as the chat template refuses it",
 }
-# The ways of EqualRows
+# The kinds of equality in EqualRows
 EQUAL = {"exact": "to the letter", "normalized": "in the same words", "questions": "by question"}
 
-Line = tuple[str, ...]  # its first cell names it
+Line = tuple[str, ...]  # its first cell is its name
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Table:
 
 
 def ledger_lines(ledger: Ledger) -> list[str]:
-    """Return a ledger as lines: splits, then sources, then padding, then what is not used.
+    """Return a ledger as lines: splits, then sources, then padding, then unused keys.
 
     The lines of tables have at most MAX_COLUMNS.
     """
@@ -280,8 +280,8 @@ def ledger_lines(ledger: Ledger) -> list[str]:
 def split_table(ledger: Ledger) -> Table:
     """Return the rows and tokens of every split: rows in = used + the lines with a plus."""
     splits = list(ledger.splits.values())
-    every = Tally()  # says which lines there are
-    others: dict[str, EqualRows] = {}  # splits whose rows are looked for in another
+    every = Tally()  # determines the lines
+    others: dict[str, EqualRows] = {}  # splits whose rows are compared with another split
     for split in splits:
         every.add(split.tally)
         others |= split.overlap or {}
@@ -298,7 +298,7 @@ def split_table(ledger: Ledger) -> Table:
 
 
 def _count_split(split: SplitLedger, every: Tally, max_seq_len: int) -> dict[str, float | None]:
-    """Return the numbers of a split by their labels, with a line for each reason in any split."""
+    """Return the numbers of a split by label, with a line for each reason in any split."""
     tally = split.tally
 
     def reasons(counter: str, mark: str, meanings: Mapping[str, str]) -> dict[str, int]:
@@ -358,7 +358,7 @@ def source_tables(ledger: Ledger) -> list[Table]:
 
 
 def padding_lines(ledger: Ledger) -> list[str]:
-    """Return how much of an epoch is padding, with and without packing, if the ledger knows."""
+    """Return the share of padding in an epoch, with and without packing, if it is known."""
     padding = ledger.padding
     if padding is None:
         return []
@@ -371,14 +371,14 @@ def padding_lines(ledger: Ledger) -> list[str]:
 
 
 def variable_lines(ledger: Ledger) -> list[str]:
-    """Return which variables the chat template reads, if it reads any."""
+    """Return the variables that the chat template reads, if any."""
     names = ", ".join(ledger.variables)
     rows = "of a row's chat_template_kwargs, or for all rows of MODEL_TEMPLATE_KWARGS"
     return [f"variables that the chat template reads, {rows}: {names}"] if names else []
 
 
 def table_lines(table: Table) -> list[str]:
-    """Return a table as aligned text; names that are too long lose their beginning."""
+    """Return a table as aligned text; the start of too long names is cut."""
     rows = [table.headings, *table.lines]
     _, *columns = zip(*rows, strict=True)
     room = MAX_COLUMNS - sum(max(map(len, column)) + 2 for column in columns)

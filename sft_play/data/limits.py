@@ -1,8 +1,8 @@
-"""Limits of time and memory on what a model's files make run: templates, patterns, tokenizers.
+"""Limit time and memory of a model's own files: templates, patterns, tokenizers.
 
-Nothing can interrupt a call of C, so the kernel ends the process that exceeds a limit. A worker
-that tokenizes rows has limits for each chunk. Other processes try what may not end in a fork. Loads
-no torch.
+A call of C code cannot be interrupted, so the kernel ends a process that exceeds a limit. A worker
+that tokenizes rows has limits for each chunk. Other processes try risky calls in a fork. Loads no
+torch.
 """
 
 import contextlib
@@ -16,29 +16,29 @@ from pathlib import Path
 from sft_play import stops
 from sft_play.errors import DataError, first_line
 
-# A template writes a long conversation in some milliseconds
+# A template writes a long conversation in a few milliseconds
 CPU_SECONDS = 3
 GROWN_BYTES = 512 << 20
-# For each character of a chunk, besides those above: ten times what any tokenizer takes
+# Per character of a chunk, in addition: ten times what any tokenizer needs
 CHARACTER_SECONDS = 1e-5
 CHARACTER_BYTES = 512
-# Of loading a tokenizer; the largest take some seconds, a conversion a minute
+# For loading a tokenizer; the largest take some seconds, a conversion takes a minute
 LOAD_SECONDS = 300
 LOAD_BYTES = 8 << 30
-STATM = Path("/proc/self/statm")  # in pages; the sixth number is what RLIMIT_DATA counts
+STATM = Path("/proc/self/statm")  # in pages; the sixth number is what RLIMIT_DATA limits
 TEMPLATE_REMEDY = "correct its loops, or choose another with MODEL_CHAT_TEMPLATE"
 TOKENIZER_REMEDY = "correct tokenizer.json, or get the model again"
 
 
 @contextlib.contextmanager
 def limited(seconds: float, grown_bytes: int) -> Iterator[None]:
-    """Let the kernel end this process after some seconds of computing inside, and refuse memory.
+    """Make the kernel end this process after `seconds` of computing inside, and refuse memory.
 
-    Python raises MemoryError then; C and Rust abort.
+    In that case Python raises MemoryError; C and Rust abort.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     most = {resource.RLIMIT_CPU: int(usage.ru_utime + usage.ru_stime + seconds) + 1}
-    if STATM.exists():  # macOS has no such limit either
+    if STATM.exists():  # macOS also lacks such a limit
         pages = int(STATM.read_text().split()[5])
         most[resource.RLIMIT_DATA] = pages * resource.getpagesize() + grown_bytes
     before = {kind: resource.getrlimit(kind) for kind in most}
@@ -53,7 +53,7 @@ def limited(seconds: float, grown_bytes: int) -> Iterator[None]:
 
 
 def find_excess(call: Callable[[], object], seconds: float, grown_bytes: int) -> str | None:
-    """Return which limit a call exceeds in a fork of this process, None if it ends in any way."""
+    """Return the limit that a call exceeds in a fork of this process, None if it ends in time."""
     with stops.held():
         child = os.fork()
     if child == 0:
@@ -61,7 +61,7 @@ def find_excess(call: Callable[[], object], seconds: float, grown_bytes: int) ->
         try:
             stops.leave_to_parent()
             faulthandler.disable()
-            for stream in (1, 2):  # the parent says it again
+            for stream in (1, 2):  # the parent reports it again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
             os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads do not survive a fork
             with limited(seconds, grown_bytes):
@@ -69,7 +69,7 @@ def find_excess(call: Callable[[], object], seconds: float, grown_bytes: int) ->
         except MemoryError:
             is_short = True
         finally:
-            os._exit(is_short)  # any other error comes again in the parent
+            os._exit(is_short)  # the parent gets any other error again
     _, status = os.waitpid(child, 0)
     end = os.waitstatus_to_exitcode(status)
     if end == -signal.SIGXCPU:
@@ -87,14 +87,14 @@ def refuse_endless(
     seconds: float = CPU_SECONDS,
     grown_bytes: int = GROWN_BYTES,
 ) -> None:
-    """Raise DataError, in which the call is `what`, if it exceeds a limit."""
+    """Raise DataError if the call exceeds a limit; the message names the call `what`."""
     if excess := find_excess(call, seconds, grown_bytes):
         raise DataError(f"{what} {excess}; {remedy}")
 
 
 @contextlib.contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Raise RuntimeError for what `tokenizers` raises: a plain Exception, or a panic of Rust."""
+    """Raise RuntimeError for errors of `tokenizers`: a plain Exception, or a panic of Rust."""
     try:
         yield
     except BaseException as error:

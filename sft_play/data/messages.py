@@ -1,9 +1,9 @@
-"""The messages of a conversation: who says what and in which order, and which are refused. Pure.
+"""The messages of a conversation: roles and order, and which messages are refused. Pure.
 
-Texts are refused if nothing can be learned from them (blank questions and answers) or no
-tokenizer takes them (half a surrogate pair). All others are taken unchanged.
+Texts are refused if nothing can be learned from them (blank questions and answers) or if no
+tokenizer accepts them (half a surrogate pair). All others are unchanged.
 
-An answer that a flag excludes from loss stays in the conversation, so later answers follow it.
+An answer that a flag excludes from loss stays in the conversation, as context of later answers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ from sft_play.data.turns import (
     parse_turn,
 )
 
-# Flag: the value that asks for loss; a weight may be any number from 0 up
+# Flag: the value that includes an answer in the loss; a weight may be any number from 0 up
 LOSS_FLAGS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "mask": 0}
 PARTS_OF_ANSWERS = ("train_detail", "training_detail")  # Axolotl's, by characters
 MAX_WEIGHT = 1_000_000  # times the usual loss of a token; float32 sums are exact enough
@@ -49,7 +49,7 @@ def parse_weight(value: Any, name: str) -> float:
     """Return a weight in the loss; 1 for null. Raises InvalidRowError, which calls it `name`."""
     if value is None:
         return 1.0
-    if isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT:  # NaN is not
+    if isinstance(value, int | float) and 0 <= value <= MAX_WEIGHT:  # excludes NaN
         return float(value)  # True is 1
     raise InvalidRowError(
         f"{name} is {shorten(value)}; a weight is a number from 0 to {MAX_WEIGHT:,}, usually 1"
@@ -76,12 +76,12 @@ def parse_segments(value: Any, name: str) -> tuple[Segment, ...]:
 def parse_conversation(lists: Mapping[str, Any], turn_keys: set[str]) -> tuple[Message, ...]:
     """Return the messages of consecutive lists, given by the names of their columns.
 
-    The keys of turns with more than a text are added to `turn_keys`. Raises InvalidRowError, which
+    Keys of turns with more than a text are added to `turn_keys`. Raises InvalidRowError, which
     names the message.
     """
-    answers: list[list[Message]] = []  # of one message each, but for answers in parts
+    answers: list[list[Message]] = []  # of one message each, except for answers in parts
     names: list[str] = []
-    before: Json = {}  # the last record
+    before: Json = {}  # the previous record
     has_calls_in_text = False  # ShareGPT's, which cannot be recognized
     for name, value in lists.items():
         for number, record in enumerate(parse_message_list(value, name)):
@@ -126,7 +126,7 @@ def _check_order(
 ) -> None:
     """Raise InvalidRowError unless the last message answers a question, and tools answer calls.
 
-    Any other order is the chat template's matter.
+    The chat template checks any other order.
     """
     previous: Message | None = None
     is_asked = False
@@ -154,13 +154,13 @@ def _check_order(
 
 
 def tools_of_turns(turns: Any) -> Any:
-    """Return the functions that the first turn brings, as OLMo 3's system message does."""
+    """Return the functions in the first turn, as in OLMo 3's system message."""
     first = turns[0] if isinstance(turns, list) and turns else None
     return (first.get("functions") or first.get("tools")) if isinstance(first, dict) else None
 
 
 def parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
-    """Return the messages of a record, however its format has them. Raises InvalidRowError."""
+    """Return the messages of a record in any format. Raises InvalidRowError."""
     kind, columns = row_format.kind, row_format.required
     if kind == "turns":
         messages = parse_conversation({columns[0]: record[columns[0]]}, row_format.turn_keys)
@@ -176,7 +176,7 @@ def parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
 
 
 def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
-    """Return the messages of a question and its answer, and of what was said before."""
+    """Return the messages of a question and its answer, and of the previous turns."""
     question_column, answer_column = row_format.required
     history_column = row_format.columns["history"]
     history = record.get(history_column)
@@ -196,7 +196,7 @@ def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
 
 
 def _find_turns(value: Any, needs_answer: bool = False) -> list[Json] | None:
-    """Return the turns that a value has, None for anything else; each may be a JSON text."""
+    """Return the turns in a value, None for anything else; each may be a JSON text."""
     if isinstance(value, str) and not JSON_START.match(value):
         return None
     found = parse_nested(value)
@@ -238,11 +238,11 @@ def _add_reasoning(messages: tuple[Message, ...], value: Any, name: str) -> tupl
 
 
 def apply_flags(message: Message, record: Json) -> Message:
-    """Return a message as the flags of its record ask: without loss, or with another weight.
+    """Return a message with the flags of its record applied: without loss, or with another weight.
 
-    Raises InvalidRowError, whose reason continues the name of the message: for another value than
-    true and false (1 and 0, of a weight any number from 0 up), for flags that contradict each
-    other, and for a flag that asks for loss on a message that is no answer.
+    Raises InvalidRowError, whose reason continues the name of the message. It is raised for values
+    other than true and false (1 and 0; for a weight any number from 0 up), flags that contradict
+    each other, and for a flag that includes a message in the loss that is not an answer.
     """
     if any(record.get(key) for key in PARTS_OF_ANSWERS):
         raise InvalidRowError(

@@ -1,7 +1,7 @@
 """The order of an epoch: the samples of each optimizer step, and the micro-batches of each rank.
 
 A step has the same samples for any batch size and any number of ranks, packed or not; these
-change only its speed.
+only change its speed.
 """
 
 import itertools
@@ -24,25 +24,24 @@ from sft_play.plan.step import Layout
 # Sequences, each a list of sample indices. `~index` (negative) is a filler, which carries no loss.
 MicroBatch = list[list[int]]
 
-MEASURED_ROWS = 100_000  # whose padding is measured; the rest of an epoch is like them
+MEASURED_ROWS = 100_000  # whose padding is measured as a sample of the epoch
 
 
 class StepSampler:
-    """The micro-batches of an epoch in global order: number k is of rank k % world_size.
+    """The micro-batches of an epoch in global order: number k belongs to rank k % world_size.
 
     Samples are shuffled by seed and epoch (not without a seed) and cut into optimizer steps. The
     order depends on nothing else, so a resumed run skips what it has trained. Every rank runs the
-    same number of micro-batches in a step and no sample counts twice: fillers take the places that
-    are left.
-    All ranks work about equally long in a step, and begin with the costliest micro-batch. Ranks
-    that share rows have the same micro-batches.
+    same number of micro-batches per step, and no sample counts twice: fillers use the remaining
+    places. All ranks work about equally long in a step, and start with the most expensive
+    micro-batch. Ranks that share rows have the same micro-batches.
     """
 
     batch_size = None  # accelerate reads it; the micro-batches of a packed run differ in size
     drop_last = False
 
     def __init__(self, lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int | None):
-        self.lengths = memoryview(np.asarray(lengths))  # a list takes 36 bytes for each row
+        self.lengths = memoryview(np.asarray(lengths))  # a list needs 36 bytes per row
         self.seed = seed
         self.epoch = 0
         self.layout = layout  # may be replaced by one with the same `rows_per_step`
@@ -93,7 +92,7 @@ class StepSampler:
             yield from (batches[number] for number in numbers)
 
     def _packed(self, samples: list[int]) -> Iterator[MicroBatch]:
-        """Yield micro-batches of sequences that have the samples."""
+        """Yield micro-batches of sequences that contain the samples."""
         lengths = [self.lengths[index] for index in samples]
         for batches in zip(*pack_for_ranks(lengths, self.layout), strict=True):
             for batch in batches:
@@ -120,8 +119,8 @@ def steps(samples: int, effective_batch: int, seed: int | None, epoch: int) -> I
 def epoch_order(samples: int, seed: int | None, epoch: int) -> np.ndarray:
     """Return the sample indices of an epoch.
 
-    They are shuffled as torch.randperm does with a generator of the same seed: earlier runs resume
-    in the order that torch gave them, and data-check imports no torch.
+    They are shuffled like torch.randperm with a generator of the same seed. Earlier runs resume
+    in the order that torch gave them, and data-check need not import torch.
     """
     order = np.arange(samples)
     if seed is None:
@@ -138,7 +137,7 @@ def epoch_order(samples: int, seed: int | None, epoch: int) -> np.ndarray:
 def fullest_step(
     lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int | None, epochs: int
 ) -> int:
-    """Return how many sequences of `max_seq_len` tokens have the fullest step of all epochs.
+    """Return the number of sequences of `max_seq_len` tokens in the fullest step of all epochs.
 
     Only the steps that may be fuller than the fullest so far are packed.
     """
@@ -158,10 +157,10 @@ def fullest_step(
 
 
 def most_sequences(rows: np.ndarray, capacity: int) -> np.ndarray:
-    """Return at most how many sequences `pack` makes of each row of document lengths.
+    """Return the maximum number of sequences that `pack` makes of each row of document lengths.
 
-    `rows` is of shape (steps, documents); 0 is no document. A document begins a sequence only if
-    all others have less room than its length, so the longer ones before it fill them that far.
+    `rows` has the shape (steps, documents); 0 means no document. A document starts a new sequence
+    only if all others have less space than its length, so longer documents fill them that far.
 
     >>> most_sequences(np.array([[5, 3, 8, 2, 4], [5, 3, 0, 0, 0]]), 8)
     array([3, 1])

@@ -1,7 +1,7 @@
-"""Which documents share a sequence and go to which rank, and how wide a batch is padded.
+"""Which documents share a sequence and belong to which rank, and how wide a batch is padded.
 
-Pure: no torch, no numpy, no I/O. Documents, sequences and micro-batches are dealt by number, so
-that no rank waits long for another.
+Pure: no torch, no numpy, no I/O. Documents, sequences and micro-batches are distributed by index,
+so that no rank waits long for another.
 """
 
 import heapq
@@ -11,12 +11,12 @@ from typing import NamedTuple
 from sft_play.errors import ConfigError
 from sft_play.plan.step import Layout
 
-# A row of all documents of a micro-batch is padded to a multiple of so many tokens; one of less
-# than 1,024 to a width of `padded_width`.
+# A row of all documents of a micro-batch is padded to a multiple of ROW_STEP tokens; a row of less
+# than 1,024 tokens to a width of `padded_width`.
 ROW_STEP = 64
-# Rows of one document each stay rows if no more of their tokens are padding: there are faster
-# kernels for rows than for documents. A single document always does, padded to one of few widths:
-# for each new one cuDNN plans its kernels, which takes a while.
+# Rows of one document each stay separate if at most this share of their tokens is padding: kernels
+# for rows are faster than those for documents. A single document always does, padded to one of few
+# widths: for each new width cuDNN plans its kernels, which takes time.
 MOST_ROW_PADDING = 1 / 32
 
 
@@ -24,15 +24,15 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return the indices of documents for each sequence of at most `capacity` tokens.
 
     Best-fit decreasing: the longest document goes first, each into the fullest sequence that still
-    has room for it. That is at most 11/9 of the fewest sequences possible, plus one (Johnson et al.
-    1974). Equal lengths keep their order. Raises ConfigError for a length over the capacity.
+    has space for it. This needs at most 11/9 of the optimal number of sequences, plus one (Johnson
+    et al. 1974). Equal lengths keep their order. Raises ConfigError for a length over the capacity.
 
     >>> pack([5, 3, 8, 2, 4], 8)
     [[2], [0, 1], [4, 3]]
     """
     sequences: list[list[int]] = []
-    open_by_room: dict[int, list[int]] = {}  # tokens of room left: sequences
-    rooms = 0  # bit r is set if a sequence has room for r tokens; the best fit is the lowest bit
+    open_by_room: dict[int, list[int]] = {}  # tokens of free space: sequences
+    rooms = 0  # bit r is set if a sequence has r free tokens; the best fit is the lowest bit
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         length = lengths[index]
         if length > capacity:
@@ -61,10 +61,10 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 def padded_width(longest: int, max_seq_len: int | None = None) -> int:
     """Return the tokens that a batch is padded to: `longest`, or up to an eighth more.
 
-    They are no more than `max_seq_len`, if that is given.
+    They never exceed `max_seq_len`, if it is given.
 
-    There are few widths, 8 between one power of two and the next, because a GPU plans its kernels
-    and its memory again for each.
+    There are few widths, 8 between consecutive powers of two, because a GPU plans its kernels
+    and its memory again for each width.
 
     >>> [padded_width(longest, 2048) for longest in (1, 8, 100, 130, 1025, 2047)]
     [8, 8, 104, 144, 1152, 2048]
@@ -92,8 +92,8 @@ def batch_shape(
 ) -> BatchShape:
     """Return the shape of a micro-batch of sequences, given as the lengths of their documents.
 
-    With `in_one_row` the documents of all sequences are one row, which needs hardly any padding;
-    a single document, and several that are about as long, stay rows.
+    With `in_one_row` the documents of all sequences form one row, which needs hardly any padding.
+    A single document, and several of about the same length, stay separate rows.
 
     >>> batch_shape([[500, 300], [700]], max_seq_len=1024)
     BatchShape(rows=2, width=832)
@@ -115,17 +115,17 @@ def batch_shape(
     if not in_one_row or stay_rows:
         return BatchShape(rows, width)
     filled = -(-sum(tokens) // ROW_STEP) * ROW_STEP
-    return BatchShape(1, padded_width(sum(tokens), filled))  # less padding if tokens are few
+    return BatchShape(1, padded_width(sum(tokens), filled))  # less padding if there are few tokens
 
 
-PackedMicroBatch = list[list[int]]  # sequences of documents; one without any trains a filler
+PackedMicroBatch = list[list[int]]  # sequences of documents; an empty one trains a filler
 
 
 def deal(costs: Sequence[float], hands: int, most: int | None = None) -> list[list[int]]:
-    """Return the numbers of the items of each hand, so that all hands cost nearly the same.
+    """Return the indices of the items of each hand, so that all hands cost nearly the same.
 
-    The costliest item goes first, each to the hand with the least so far that has fewer than
-    `most` items. Without `most` no hand has over 4/3 of the least possible (Graham 1969).
+    The most expensive item goes first, each to the cheapest hand so far that has fewer than
+    `most` items. Without `most` no hand exceeds 4/3 of the optimum (Graham 1969).
 
     >>> deal([5, 4, 3, 3, 3], hands=2)
     [[0, 3], [1, 2, 4]]
@@ -146,18 +146,18 @@ def deal(costs: Sequence[float], hands: int, most: int | None = None) -> list[li
 
 
 def deal_micro_batches(costs: Sequence[float], layout: Layout) -> list[list[int]]:
-    """Return the numbers of each rank's micro-batches, given with the costliest first."""
-    if layout.waits_each_micro_batch:  # those at the same time are alike
+    """Return the indices of each rank's micro-batches; they are given with the costliest first."""
+    if layout.waits_each_micro_batch:  # micro-batches that run in parallel are alike
         return [list(range(rank, len(costs), layout.replicas)) for rank in range(layout.replicas)]
     return deal(costs, layout.replicas, layout.micro_batches)
 
 
 def pack_for_ranks(lengths: Sequence[int], layout: Layout) -> list[list[PackedMicroBatch]]:
-    """Return the micro-batches of each rank, the costliest first.
+    """Return the micro-batches of each rank, the most expensive first.
 
-    Documents are dealt to the ranks and packed there, or packed all together; whichever lets the
-    slowest rank end sooner. The first balances better. The second pads less if a rank has few
-    sequences.
+    Documents are either dealt to the ranks and packed there, or packed all together; the variant
+    whose slowest rank ends sooner is used. The first balances better. The second pads less if a
+    rank has few sequences.
     """
     together = _pack_together(lengths, layout)
     by_rank = _pack_by_rank(lengths, layout)
@@ -169,7 +169,7 @@ def pack_for_ranks(lengths: Sequence[int], layout: Layout) -> list[list[PackedMi
 def slowest_cost(
     ranks: Sequence[Sequence[PackedMicroBatch]], lengths: Sequence[int], layout: Layout
 ) -> float:
-    """Return what a step costs the rank that the others wait for, in tokens."""
+    """Return the cost in tokens of a step on the slowest rank."""
     costs = [[_cost(batch, lengths, layout) for batch in batches] for batches in ranks]
     if layout.waits_each_micro_batch:
         return sum(map(max, zip(*costs, strict=True)))
@@ -179,8 +179,8 @@ def slowest_cost(
 def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) -> list[list[int]]:
     """Pack into at most `max_sequences` sequences that are as short as that number allows.
 
-    Short sequences cost less if attention is computed over full sequences, and sequences of one
-    length need no padding. There are more than `max_sequences` if `max_seq_len` is too short for
+    Short sequences cost less if attention is computed over full sequences, and sequences of equal
+    length need no padding. There are more than `max_sequences` sequences if `max_seq_len` requires
     it.
     """
     mean_tokens = -(-sum(lengths) // max_sequences)
@@ -189,7 +189,7 @@ def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) 
     while len(sequences) > max_sequences and capacity < max_seq_len:
         capacity = min(max_seq_len, capacity + max(8, capacity // 64))
         sequences = pack(lengths, capacity)
-    # packing fills all but the last ones
+    # packing fills all except the last ones
 
     def width(packed: list[list[int]]) -> int:
         """Return the padded width of the longest sequence."""
@@ -216,7 +216,7 @@ def _pack_by_rank(lengths: Sequence[int], layout: Layout) -> list[list[PackedMic
 
 
 def _pack_together(lengths: Sequence[int], layout: Layout) -> list[list[PackedMicroBatch]]:
-    """Return the micro-batches of each rank, packed from the documents of all."""
+    """Return the micro-batches of each rank, packed from the documents of all ranks."""
     count = layout.micro_batches * layout.replicas
     sequences = pack_shortest(lengths, count * layout.sequences, layout.max_seq_len)
     assert len(sequences) <= count * layout.sequences, (
@@ -232,13 +232,13 @@ def _pack_together(lengths: Sequence[int], layout: Layout) -> list[list[PackedMi
 def _cut_micro_batches(
     sequences: PackedMicroBatch, lengths: Sequence[int], layout: Layout, count: int
 ) -> list[PackedMicroBatch]:
-    """Return sequences in `count` micro-batches, those of similar length together."""
+    """Return sequences in `count` micro-batches, grouped by similar length."""
     ordered = sorted(sequences, key=lambda one: _sum_lengths(one, lengths), reverse=True)
     least, longer = divmod(len(ordered), count)
     batches = []
     start = 0
     for number in range(count):
-        # the one more goes to short sequences
+        # micro-batches with one more sequence get the short ones
         end = start + least + (number >= count - longer)
         batches.append(ordered[start:end])
         start = end
@@ -246,7 +246,7 @@ def _cut_micro_batches(
 
 
 def _cost(batch: PackedMicroBatch, lengths: Sequence[int], layout: Layout) -> float:
-    """Return what a micro-batch costs, in tokens: those of its padding, and attention on top."""
+    """Return the cost of a micro-batch in tokens, including padding and attention."""
     if not batch:
         return 0.0
     sequences = [[lengths[document] for document in sequence] for sequence in batch]
@@ -257,7 +257,7 @@ def _cost(batch: PackedMicroBatch, lengths: Sequence[int], layout: Layout) -> fl
 
 
 def document_cost(length: int, layout: Layout) -> float:
-    """Return what a document costs, in tokens: attention is a part of a token for each pair."""
+    """Return the cost of a document in tokens: attention costs a part of a token per pair."""
     return length * (1 + layout.pair_cost * length)
 
 

@@ -27,9 +27,9 @@ from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 
-MOST_LOADERS = 8  # processes of a rank that prepare images
-IMAGE_BYTES = 16 << 20  # of an image's inputs, in 16 bits: of some 2 million pixels
-BATCHES_AHEAD = 3  # of a process that prepares images: two wait, as torch has it, and one is made
+MOST_LOADERS = 8  # processes per rank that prepare images
+IMAGE_BYTES = 16 << 20  # of an image's inputs, in 16 bits: of about 2 million pixels
+BATCHES_AHEAD = 3  # per process that prepares images: two wait, as in torch, and one is in progress
 
 
 def build_run_data(config: Config, tokenizer: Any) -> RunData:
@@ -43,11 +43,11 @@ def build_run_data(config: Config, tokenizer: Any) -> RunData:
 def prepare_run_data(config: Config, account: DataAccount | None = None) -> RunData:
     """Return the data of a resolved config as the front end does, and record its counts.
 
-    What was read is entered in the account. Raises: DataError, OutOfMemory.
+    The rows read are recorded in the account. Raises: DataError, OutOfMemory.
     """
     sources = find_sources(config)
     with without_torch(config.model):
-        from sft_play.data.tokenizer import load_tokenizer  # transformers: seconds
+        from sft_play.data.tokenizer import load_tokenizer  # transformers takes seconds to import
 
     tokenizer = load_tokenizer(config)
     data = assemble(config, tokenize_sources(config, sources, tokenizer, account))
@@ -58,12 +58,12 @@ def prepare_run_data(config: Config, account: DataAccount | None = None) -> RunD
 
 
 def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
-    """Tokenize a run's rows, write data.json, and return the run with what follows from them.
+    """Tokenize a run's rows, write data.json, and return the run with the resulting values.
 
-    That is the fullest packed step, and the longest answer to generate.
+    These are the fullest packed step, and the longest answer to generate.
 
-    Rows that are set aside go to quarantine/.
-    Raises: DataError for what cannot be trained on, before a GPU is asked for.
+    Rows that are quarantined are written to quarantine/.
+    Raises: DataError for rows that cannot be trained on, before a GPU is used.
     """
     data = prepare_run_data(planned.config)
     refuse_images(planned, data)
@@ -75,12 +75,12 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
 
 
 def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
-    """Return the run as it packs these rows, or would if it is not packed."""
+    """Return the run with the packing of these rows, or as if it was packed."""
     from sft_play.data.order import fullest_step
 
     train, layout, rows = planned.config.train, planned.plan.layout, len(data.train)
-    mean_tokens = sum(data.train.lengths) / rows  # of a row
-    # without packing, what an epoch would need
+    mean_tokens = sum(data.train.lengths) / rows  # per row
+    # without packing, the need of one epoch
     epochs = train.passes(rows) if planned.plan.packing else 1
     fullest = fullest_step(data.train.lengths, layout, planned.config.epoch_seed, epochs)
     return planned.packed(fullest, min(layout.rows_per_step, rows) * mean_tokens)
@@ -103,7 +103,7 @@ def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
 
 
 def refuse_images(planned: PlannedRun, data: RunData) -> None:
-    """Raise ConfigError for rows with images if a run would not train them, or wait for ever."""
+    """Raise ConfigError for rows with images if a run would not train on them, or would hang."""
     tuning = planned.config.tuning
     if tuning.trains_encoders and not data.train.has_images:
         raise ConfigError(
@@ -131,7 +131,7 @@ def refuse_images(planned: PlannedRun, data: RunData) -> None:
 def with_loaders(planned: PlannedRun, data: RunData) -> PlannedRun:
     """Return the run with a number for train.dataloader_num_workers if that is auto.
 
-    Images are prepared by as many processes as there are cores to spare, and as /dev/shm has room
+    Images are prepared by as many processes as there are spare cores, and as /dev/shm has space
     for their batches.
     """
     train, layout, ranks = planned.config.train, planned.plan.layout, planned.plan.ranks
@@ -152,7 +152,7 @@ def with_loaders(planned: PlannedRun, data: RunData) -> PlannedRun:
 def build_ledger(planned: PlannedRun, account: DataAccount | None = None) -> Ledger:
     """Return the ledger of a run's data, its padding included.
 
-    What was read is entered in the account.
+    The rows read are recorded in the account.
     """
     data = prepare_run_data(planned.config, account)
     padding = count_padding(planned, packed_run(planned, data), data)
@@ -160,7 +160,7 @@ def build_ledger(planned: PlannedRun, account: DataAccount | None = None) -> Led
 
 
 def write_quarantine(folder: RunFolder, sources: TokenizedSplits) -> None:
-    """Write the rows that were set aside to quarantine/, and print a warning for each split."""
+    """Write quarantined rows to quarantine/, and print a warning for each split."""
     for split, rows in read_bad_rows(sources).items():
         path = folder.quarantine / f"{split}.jsonl"
         facts = [{"origin": row.origin, "reason": row.reason, "row": row.raw} for row in rows]
@@ -170,7 +170,7 @@ def write_quarantine(folder: RunFolder, sources: TokenizedSplits) -> None:
 
 
 def count_padding(planned: PlannedRun, packed: PlannedRun, data: RunData) -> PaddedTokens:
-    """Return the tokens of an epoch, and those computed with their padding, packed and not."""
+    """Return the tokens of an epoch, and those computed with padding, packed and not packed."""
     from sft_play.data.order import padding
 
     seed = planned.config.epoch_seed

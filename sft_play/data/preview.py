@@ -1,6 +1,6 @@
-"""`make preview`: which samples to show, which of their text is trained, and both in a terminal.
+"""`make preview`: choose samples, mark their trained text, and print both in a terminal.
 
-The text is decoded from the stored ids that a run trains on, not taken from the rows. Legend: T
+The text is decoded from the stored ids that a run trains on, not read from the rows. Legend: T
 tokens of one sample.
 """
 
@@ -21,9 +21,9 @@ from sft_play.data.rows import ImageFile, make_visible
 from sft_play.data.splits import begins_row
 from sft_play.data.store import Sample, Split
 
-SEARCHED_SAMPLES = 10_000  # to find one with several answers
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a part of a character decodes to
-MAX_TOKENS = 400  # of a document; the page shows them all
+SEARCHED_SAMPLES = 10_000  # samples searched for one with several answers
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from a part of a character
+MAX_TOKENS = 400  # of a document; the page shows all tokens
 MAX_DOCUMENTS = 4  # of a sequence
 Fragment = tuple[str, str]  # a text and its style
 # rich's names of styles
@@ -33,19 +33,19 @@ HEADING = "bold"
 
 
 class TokenSpan(NamedTuple):
-    """One piece of text: mostly one token, or several that share a character."""
+    """One piece of text: usually one token, or several that share a character."""
 
     text: str
     ids: tuple[int, ...]
     index: int  # of the first token in its sample
     is_trained: bool
     is_special: bool
-    image: ImageFile | None = None  # that it stands for
+    image: ImageFile | None = None  # that it represents
 
 
 @dataclass(frozen=True)
 class PreviewDocument:
-    """One sample: where its row is, its spans, and what the length policy cut."""
+    """One sample: the location of its row, its spans, and the tokens that the length policy cut."""
 
     origin: str
     spans: tuple[TokenSpan, ...]
@@ -62,7 +62,7 @@ class PreviewSequence:
 
     @property
     def heading(self) -> str:
-        """Where it comes from, its counts, and why it is shown."""
+        """Its origin, its counts, and why it is shown."""
         origin = f"{len(self.documents)} documents"
         if len(self.documents) == 1:
             origin = self.documents[0].origin
@@ -81,7 +81,7 @@ def counts(documents: Sequence[PreviewDocument]) -> str:
 def preview_sequences(
     data: RunData, tokenizer: Any, first: int, config: Config, packed: Sequence[int] = ()
 ) -> list[PreviewSequence]:
-    """Return the first training samples, and one of each kind that is easy to get wrong.
+    """Return the first training samples, and one of each kind that often has mistakes.
 
     The last sequence has the samples `packed`, if there are any.
     """
@@ -106,7 +106,7 @@ def preview_sequences(
 def choose_samples(split: Split, first: int) -> dict[int, list[str]]:
     """Return indices of samples, each with the reasons why it is shown.
 
-    These are the first samples, and one of each kind that is easy to get wrong.
+    These are the first samples, and one of each kind that often has mistakes.
     """
     chosen = {index: [f"sample {index + 1}"] for index in range(min(first, len(split)))}
     masks = {
@@ -128,13 +128,13 @@ def choose_samples(split: Split, first: int) -> dict[int, list[str]]:
 
 
 def count_answers(sample: Sample) -> int:
-    """Return how many stretches of a sample are trained."""
+    """Return how many separate parts of a sample are trained."""
     trained = sample.labels != IGNORE_INDEX
     return int(np.count_nonzero(trained[1:] & ~trained[:-1]) + trained[0])
 
 
 def cut_note(cut_tokens: int, too_long: str) -> str | None:
-    """Return what the length policy cut from a sample's row, as text."""
+    """Return as text what the length policy cut from a sample's row."""
     if not cut_tokens:
         return None
     where = "of this row are in no sample"
@@ -144,7 +144,7 @@ def cut_note(cut_tokens: int, too_long: str) -> str | None:
 
 
 def weight_note(sample: Sample) -> str | None:
-    """Return which weights the answers of a sample have, in their order; None if each has 1."""
+    """Return the weights of a sample's answers, in order; None if each is 1."""
     if sample.weights is None:
         return None
     of_answers = sample.weights[sample.labels != IGNORE_INDEX]
@@ -187,18 +187,18 @@ class SpanFinder:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def __call__(self, sample: Sample) -> tuple[TokenSpan, ...]:
-        """Return a sample's spans; their joined texts are its decoded ids, but for images.
+        """Return a sample's spans; their joined texts are its decoded ids, except for images.
 
-        An image is one span. Another exception are ids that end inside a character. A single token
+        An image is one span. Ids that end inside a character are another exception. A single token
         has no text: the bytes of a character may be spread over several tokens, and some tokens
-        begin with a space only after other tokens. So tokens are decoded together with the span
-        before them, and get the text that they add.
+        start with a space only after other tokens. Tokens are therefore decoded together with the
+        span before them, and get the additional text.
         """
         ids = sample.ids.tolist()
         trained = (sample.labels != IGNORE_INDEX).tolist()
         spans: list[TokenSpan] = []
-        context_start = 0  # token from which text is decoded
-        context_characters = 0  # of the decoded text that belong to earlier spans
+        context_start = 0  # the text is decoded from this token on
+        context_characters = 0  # characters of the decoded text that belong to earlier spans
         start = 0  # first token without a span
         for end in range(1, len(ids) + 1):
             text = self.decode(ids[context_start:end])[context_characters:]
@@ -217,7 +217,7 @@ class SpanFinder:
         return tuple(self._join_images(spans, sample))
 
     def _join_images(self, spans: Sequence[TokenSpan], sample: Sample) -> Iterator[TokenSpan]:
-        """Yield spans, with one in place of those of each image."""
+        """Yield spans, with one span per image."""
         owners = self._find_images(sample)
         for number, run in groupby(spans, key=lambda span: owners.get(span.index)):
             if number is None:
@@ -232,7 +232,7 @@ class SpanFinder:
             yield own[0]._replace(text=mark, ids=ids, image=image)
 
     def _find_images(self, sample: Sample) -> dict[int, int]:
-        """Return the number of the image that a token stands for, by its index."""
+        """Return by token index the number of the image that the token represents."""
         if self._processor is None or not sample.images:
             return {}
         counts = [self._processor.count((image,)) for image in sample.images]
@@ -242,7 +242,7 @@ class SpanFinder:
 
 
 def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> None:
-    """Print sequences in color, or with marks if the terminal shows none."""
+    """Print sequences in color, or with marks if the terminal has no color."""
     from rich.console import Console
     from rich.text import Text
 
@@ -286,7 +286,7 @@ def fragments(sequence: PreviewSequence) -> Iterator[Fragment]:
 
 
 def _show_spans(spans: Sequence[TokenSpan]) -> Iterator[Fragment]:
-    """Yield the text of spans, trained and other ones in turn."""
+    """Yield the text of trained and untrained spans in turn."""
     for is_trained, run in groupby(spans, key=lambda span: span.is_trained):
         text = make_visible("".join(span.text for span in run))
         text = text.replace("\t", "⇥\t").replace("\n", "↵\n")

@@ -1,6 +1,6 @@
 """`make preview` as one HTML page, light or dark, without scripts or outside files.
 
-It opens the images that it shows, and nothing else.
+It opens the images that it shows, and no other file.
 """
 
 import re
@@ -105,7 +105,7 @@ def span_html(span: TokenSpan) -> str:
     picture = ""
     shown_ids: Iterable[int] = span.ids
     if span.image is not None:
-        shown_ids = dict.fromkeys(span.ids)  # one, hundreds of times
+        shown_ids = dict.fromkeys(span.ids)  # for one id that repeats hundreds of times
         picture = f'<img src="{encode_small(decode(span.image), THUMBNAIL)}" alt="">'
     ids = ", ".join(map(str, shown_ids))
     return f'<i{special} title="{where} {ids}">{picture}{_span_text(span.text)}</i>'
