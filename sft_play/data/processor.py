@@ -1,7 +1,7 @@
 """The model's processor: the tokens of an image in a text, and the tensors of its pixels.
 
-Nothing is resized here: transformers' processor of the base does it, with its settings.
-torchvision is used if it is installed, as transformers does, and Pillow elsewhere.
+Nothing is resized here: transformers' processor of the base model does it, with its settings.
+torchvision is used if it is installed, as in transformers, otherwise Pillow.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ from sft_play.plan.config_json import find_file, is_composite
 from sft_play.runs.model_folder import read_object
 
 BOUNDS = ("min_pixels", "max_pixels")
-IMAGE_WORDS = re.compile("image|img|patch", re.I)  # in tokens that may stand for images
-SIZES = 1 << 14  # of images, whose texts are kept
+IMAGE_WORDS = re.compile("image|img|patch", re.I)  # in tokens that may represent images
+SIZES = 1 << 14  # of images whose texts are cached
 TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 SETTINGS_FILES = ("processor_config.json", "preprocessor_config.json")
-ROUNDED = 16  # pixels that a side changes at most by being rounded to patches of 32
+ROUNDED = 16  # maximum change in pixels of a side by rounding to patches of 32
 SCALED = ("the processor shrinks an image", "the processor enlarges an image")  # notes
 NO_IMAGES = "the row has an image, and {} reads none; set MODEL_NAME to a model that does"
 
 
 class _ImageText(NamedTuple):
-    """What a processor writes for an image, how many of its tokens stand for it, and its scale."""
+    """The text that a processor writes for an image, its number of image tokens, and its scale."""
 
     text: str
     tokens: int
@@ -46,7 +46,7 @@ class _ImageText(NamedTuple):
 
 
 class Processor:
-    """Reads images as one base reads them. It is loaded when the first image comes."""
+    """Reads images like one base model. It is loaded when the first image is read."""
 
     def __init__(self, config: Config, tokenizer: Any):
         self._model = config.model
@@ -76,12 +76,12 @@ class Processor:
         return replace(image, token=self._own.image_token, text=self._read(*image.size).text)
 
     def describe_scale(self, image: ImageFile) -> Notes:
-        """Return whether the processor resizes an image, by more than it rounds to patches."""
+        """Return whether the processor resizes an image by more than its rounding to patches."""
         return self._read(*image.size).notes
 
     @functools.lru_cache(SIZES)  # noqa: B019 - one processor for each process
     def _read(self, width: int, height: int) -> _ImageText:
-        """Return what the processor writes for an image of a size; it reads a black one."""
+        """Return the processor's text for an image of a size; it processes a black image."""
         from PIL import Image
 
         try:
@@ -92,7 +92,7 @@ class Processor:
                 f"{type(self._own).__name__}: {first_line(error)}"
             ) from error
         ((place,),) = found["text_replacement_offsets"]
-        sides: Sequence[int] = (height, width)  # if it does not say
+        sides: Sequence[int] = (height, width)  # if the processor does not return them
         if "image_grid_thw" in found:
             patch = self._own.image_processor.patch_size
             sides = [patch * patches for patches in found["image_grid_thw"][0, 1:].tolist()]
@@ -110,13 +110,13 @@ class Processor:
         return {name: value for name, value in found.items() if name not in TEXT_INPUTS}
 
     def check(self, sample: RenderedSample) -> None:
-        """Raise RenderError unless only its images have image tokens, and none is trained.
+        """Raise RenderError unless only its images have image tokens, and none of them is trained.
 
         A text may contain such a token, and a template may drop or repeat some.
         """
         has_suspects = not self._suspects.isdisjoint(sample.ids)
         if not sample.images and not (has_suspects and self.reads_images):
-            return  # tokens as any other
+            return  # an ordinary token
         types = self.token_types(sample.ids)
         written = self.count(sample.images)
         if sum(types) != written:
@@ -130,19 +130,19 @@ class Processor:
             raise RenderError("a token that stands for an image would be trained")
 
     def count(self, images: Sequence[ImageFile]) -> int:
-        """Return how many ids stand for images, of those that the processor writes for them."""
+        """Return how many of the processor's ids for the images represent image parts."""
         return sum(self._read(*image.size).tokens for image in images)
 
     @property
     def reads_images(self) -> bool:
-        """Whether the base has a processor of images, which is loaded by this."""
+        """Whether the base model has an image processor, which is loaded by this call."""
         return self._loaded is not None
 
     @functools.lru_cache(1)  # noqa: B019
     def find_limits(self) -> dict[str, int]:
-        """Return the bounds of pixels that are set; null is the processor's.
+        """Return the limits of pixels that are set; a null limit is the processor's.
 
-        Alone, one would not count. Raises: ConfigError if the processor has no bounds.
+        A single limit would have no effect. Raises: ConfigError if the processor has no limits.
         """
         if not self._given or not self.reads_images:
             return {}
@@ -163,7 +163,7 @@ class Processor:
         return limits
 
     def token_types(self, ids: Sequence[int]) -> list[int]:
-        """Return 1 for each id that stands for a part of an image, 0 for all others."""
+        """Return 1 for each id that represents a part of an image, 0 for all others."""
         return self._own.create_mm_token_type_ids([list(ids)])[0]
 
     def _run(self, images: Sequence[Any], with_text: bool = False) -> dict[str, Any]:
@@ -189,9 +189,9 @@ class Processor:
 
 @contextlib.contextmanager
 def without_torch(model: ModelSection) -> Iterator[None]:
-    """Keep transformers from importing torch, which takes seconds, for a base that reads text.
+    """Keep transformers from importing torch, which takes seconds, for a base model without images.
 
-    For processes that run no model: what is imported inside knows none.
+    For processes that run no model: modules imported inside cannot use torch.
     """
     config = find_file(model.name, "config.json", model.revision, environment())
     is_loaded = "torch" in sys.modules or "transformers" in sys.modules
@@ -199,7 +199,7 @@ def without_torch(model: ModelSection) -> Iterator[None]:
         yield
         return
     sys.modules["torch"] = None  # type: ignore[assignment]
-    logging.disable(logging.WARNING)  # transformers says that it has not found torch
+    logging.disable(logging.WARNING)  # transformers warns that it has not found torch
     try:
         yield
     finally:
@@ -208,7 +208,7 @@ def without_torch(model: ModelSection) -> Iterator[None]:
 
 
 def digest_settings(model: ModelSection) -> str:
-    """Return a digest of the files with the settings of a base's processor, "" for one of text."""
+    """Return a digest of the settings files of a base model's processor, "" for a text model."""
     config = find_file(model.name, "config.json", model.revision, environment())
     if config is None or not is_composite(read_object(config)):
         return ""
@@ -219,7 +219,7 @@ def digest_settings(model: ModelSection) -> str:
 
 
 def load_processor(model: Any, tokenizer: Any) -> Any | None:
-    """Return transformers' processor of a base, None if it reads no images.
+    """Return transformers' processor of a base model, None if it reads no images.
 
     Raises: EnvironmentFault if its files cannot be read.
     """
@@ -275,13 +275,13 @@ def _processor_class(name: str) -> type:
 
 
 def _without_others(processor_class: type) -> type:
-    """Return the class as one that may lack what reads video and sound, and its packages."""
+    """Return the class without its video and audio parts and their packages."""
 
     class ImagesAlone(processor_class):  # type: ignore[misc, valid-type]
         """The processor of images and text."""
 
         def check_argument_for_proper_class(self, name: str, part: Any) -> Any:
-            """Refuse other parts than transformers does, but for none."""
+            """Accept missing parts; otherwise refuse the same parts as transformers."""
             return part and super().check_argument_for_proper_class(name, part)
 
     return cast(type, ImagesAlone)

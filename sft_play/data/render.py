@@ -1,8 +1,8 @@
 """Rows to token ids and labels, with the tokenizer's chat template. Loads no torch.
 
 No template is trusted: `training_text` finds the trained characters of a text, and this module
-checks them on the tokens. Training equals use: the ids before an answer are those that
-`render_prompt` gives the model when it is to answer.
+checks them on the tokens. Training matches inference: the ids before an answer are those that
+`render_prompt` gives the model when it has to answer.
 Legend: T tokens of one sample.
 """
 
@@ -36,11 +36,11 @@ MAX_DECODED_CHARACTERS = 80  # of decoded tokens that an error quotes
 
 
 class _JoinedLineBreaks(RenderError):
-    """A token of line breaks belongs to both the prompt and the answer, as under Qwen."""
+    """A token of line breaks belongs to both the prompt and the answer, e.g. in Qwen."""
 
 
 class Renderer:
-    """Renders rows to samples, a batch at a time, with one tokenizer."""
+    """Renders rows to samples, one batch at a time, with one tokenizer."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class Renderer:
         self._text_prefix = bos if with_special[:1] == bos != without[:1] else []
 
     def render(self, rows: Sequence[Row]) -> list[tuple[RenderedSample, ...] | RenderError]:
-        """Return the samples of each row, or why what they train cannot be proven.
+        """Return the samples of each row, or why its trained tokens cannot be proven.
 
         A conversation is one sample, or several if the template writes an answer differently once
-        the conversation continues. Every trained answer is in one of them, after the prompt that
-        use would give and with its stop token. A plain text is one sample, trained except for its
+        the conversation continues. Every trained answer is in one of them, after the prompt of
+        inference and with its stop token. A plain text is one sample, trained except for its
         first token, with bos before it if the tokenizer adds one, and eos after it. Segments are
-        tokenized one by one, and bring their special tokens. A row that trains nothing has no
+        tokenized one by one, with their special tokens. A row without trained tokens has no
         sample.
         """
         written = self.write_texts(rows)
@@ -97,7 +97,7 @@ class Renderer:
         ]
 
     def write_texts(self, rows: Sequence[Row]) -> list[list[RenderedSample] | RenderError]:
-        """Return the texts of each row, or why what they train cannot be proven."""
+        """Return the texts of each row, or why its trained tokens cannot be proven."""
         return [self._write(row) for row in rows]
 
     def _write(self, row: Row) -> list[RenderedSample] | RenderError:
@@ -121,7 +121,7 @@ class Renderer:
         return texts
 
     def _is_plain(self, row: Row) -> bool:
-        """Return whether a conversation has only contents, with nothing that could be a mark."""
+        """Return whether a conversation has only contents, and none of them could be a mark."""
         if row.tools or row.variables:
             return False
         for message in row.messages:
@@ -136,9 +136,9 @@ class Renderer:
         return True
 
     def _prompt_tail(self, text: RenderedSample, prompt_end: int) -> tuple[int, str]:
-        """Return the tail of a prompt, from its last added token, such as `<|im_start|>`.
+        """Return the tail of a prompt, from its last added token, e.g. `<|im_start|>`.
 
-        The first value is the token at which it begins.
+        The first value is the index of the token at which it starts.
 
         Tokenizers split texts at their added tokens first, so the tokens before an added token do
         not depend on what follows it, and comparing from the last one is enough. Without one, the
@@ -192,7 +192,7 @@ class Renderer:
         return RenderedSample(ids, [IGNORE_INDEX, *ids[1:]], weights=weights)
 
     def _has_end(self, text: RenderedSample) -> bool:
-        """Return whether a plain text ends with a token that ends answers, as rendered ones do."""
+        """Return whether a plain text ends with an end-of-answer token, as rendered texts do."""
         blanks = len(text.text) - len(text.text.rstrip())
         ends = text.ids[-1 - blanks :]  # a blank has one token at most
         return any(
@@ -203,9 +203,9 @@ class Renderer:
     def _label_answers(
         self, text: RenderedSample, tails: Mapping[str, list[int]], messages: Sequence[Message]
     ) -> list[RenderedSample]:
-        """Return the sample of a text, and one of each answer whose line breaks join its prompt's.
+        """Return the sample of a text, and one per answer whose line breaks join its prompt.
 
-        Such an answer is tokenized apart, as it follows the prompt's tokens at use.
+        Such an answer is tokenized separately, because it follows the prompt's tokens at inference.
         """
         ids = text.ids
         if ids[:2] == self._two_bos:
@@ -261,7 +261,7 @@ class Renderer:
     def _find_answer(
         self, text: RenderedSample, answer: Answer, tail_ids: list[int]
     ) -> tuple[int, int]:
-        """Return where the tokens of an answer with its stop token begin and end.
+        """Return the start and end of the tokens of an answer with its stop token.
 
         Raises RenderError unless they decode to exactly its text.
         """
@@ -341,7 +341,7 @@ MARK = "zqanswerqz"
 
 
 def template_space(tokenizer: Any) -> TemplateSpace:
-    """Return the whitespace around an answer, none if the template writes anything else there."""
+    """Return the whitespace around an answer; none if the template writes anything else there."""
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": MARK}]
     try:
         prompt, text = ChatTemplate(tokenizer).render_both(asked)
@@ -359,10 +359,10 @@ def render_prompt(
     tokens_in_text: TokensInText = "as_text",
     variables: Json | None = None,
 ) -> PromptIds:
-    """Return the ids of a prompt that the model is to answer. Raises RenderError.
+    """Return the ids of a prompt that the model has to answer. Raises RenderError.
 
-    `variables` are those of the chat template only for this prompt. The model's processor has
-    written the images of the messages.
+    `variables` are chat template variables for this prompt only. The model's processor has
+    already written the images of the messages.
     """
     special = special_text(tokenizer, tokens_in_text)
     asked = Row(tuple(messages), "the prompt", tools=tuple(tools), variables=variables)

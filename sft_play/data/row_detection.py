@@ -1,6 +1,6 @@
-"""Which row format a file has, found in its first rows; if it has none, what to type.
+"""Detect a file's row format from its first rows; if it has none, suggest what to type.
 
-A suggestion is checked on the file's first rows before it is given.
+A suggestion is checked on the file's first rows before it is made.
 """
 
 import difflib
@@ -36,14 +36,14 @@ from sft_play.errors import DataError
 FIRST_RECORDS = 100  # of a file, from which its format is detected
 PREFERENCE = frozenset(("chosen", "rejected"))
 ALL_FIELDS = set(chain.from_iterable(one.fields for one in ROW_FORMATS.values()))
-# Names that files give to a question, to what it is about, and to its answer; likeliest first
+# Common names of a question, its context, and its answer in files; most likely first
 QUESTIONS, EXTRAS, ANSWERS = (text.split() for text in FORMS["likely"].values())
 MAX_DEPTH = 4
 PLAIN_NAME = re.compile(r"[A-Za-z_][\w.-]*")  # written in YAML without quotes
 
 
 class ChunkTask(NamedTuple):
-    """A chunk of the file number `file` of a source, and the row format of that file."""
+    """A chunk of file number `file` of a source, and the row format of that file."""
 
     file: int
     chunk: Chunk
@@ -65,8 +65,8 @@ def take_rows(tasks: Iterable[ChunkTask], positions: Sequence[int]) -> Iterator[
 def detect_format(chunk: Chunk, columns: Columns) -> RowFormat:
     """Return the row format of a file, from its first chunk; `columns` names columns of fields.
 
-    Raises: DataError for rows of no known format, with good and bad answers to prefer among, or
-    without one of `columns`.
+    Raises: DataError for rows of unknown format, for rows with good and bad answers to compare, or
+    for rows without one of `columns`.
     """
     path = chunk.path
     records = _readable_records(chunk)
@@ -111,7 +111,7 @@ def _check_columns(path: Path, columns: Columns, records: Sequence[Json], keys: 
 
 
 def _explain_path(column: str, records: Sequence[Json]) -> str | None:
-    """Return why a path leads to a value in none of the records, None if it leads to one."""
+    """Return why a path leads to a value in no record, None if it leads to one."""
     reason = f"{column}: nothing is there"
     for record in records:
         try:
@@ -125,7 +125,7 @@ def _explain_path(column: str, records: Sequence[Json]) -> str | None:
 def _refuse_other_training(
     path: Path, records: Sequence[Json], keys: Sequence[str], found: RowFormat | None
 ) -> None:
-    """Raise DataError for rows that are made for another training than on answers."""
+    """Raise DataError for rows that are made for another kind of training than on answers."""
     for refused in FORMS["refused"]:
         missing = [column for column in refused["columns"] if column not in keys]
         if not any(_explain_path(column, records[:1]) for column in missing):
@@ -191,7 +191,7 @@ def _no_format(path: Path, columns: Columns, records: Sequence[Json], keys: list
 
 
 def _by_position(records: Sequence[Json], keys: Sequence[str]) -> Iterator[Columns]:
-    """Yield the only two columns that have texts of several words, as question and answer."""
+    """Yield the only two columns with texts of several words, as question and answer."""
     texts = []
     for key in keys:
         words = sum(" " in str(record.get(key)).strip() for record in records)
@@ -202,7 +202,7 @@ def _by_position(records: Sequence[Json], keys: Sequence[str]) -> Iterator[Colum
 
 
 class Leaf(NamedTuple):
-    """A text in a record: its path, and the names on the way, the innermost first."""
+    """A text in a record: its path, and the names along the path, the innermost first."""
 
     path: str
     names: tuple[str, ...]
@@ -210,7 +210,7 @@ class Leaf(NamedTuple):
 
 
 def columns_setting(columns: Columns) -> str:
-    """Return data.columns as it is typed in a shell.
+    """Return data.columns as typed in a shell.
 
     >>> columns_setting({"question": "problem", "answer": "a.0"})
     "DATA_COLUMNS='{question: problem, answer: a.0}'"
@@ -253,7 +253,7 @@ def _candidates(record: Json) -> Iterator[Columns]:
 
 
 def _turn_lists(record: Json, place: str) -> Iterator[str]:
-    """Yield the paths of lists of turns, in objects of the record too."""
+    """Yield the paths of lists of turns, including those in objects of the record."""
     for name, value in record.items():
         first = value[0] if isinstance(value, list) and value else None
         if isinstance(first, dict) and ({"role", "content"} <= first.keys() or "from" in first):
@@ -265,7 +265,7 @@ def _turn_lists(record: Json, place: str) -> Iterator[str]:
 def _leaves(
     value: Any, path: str, names: tuple[str, ...], is_in_list: bool = False
 ) -> Iterator[Leaf]:
-    """Yield the texts of a value; of a list of texts the first, of a list of objects every one."""
+    """Yield the texts of a value; of a list of texts the first, of a list of objects all."""
     if isinstance(value, str):
         yield Leaf(path, names or ("",), is_in_list)
     elif len(names) == MAX_DEPTH:
@@ -284,7 +284,7 @@ def _leaves(
 def _first_named(
     leaves: Sequence[Leaf], wanted: Sequence[str], taken: Sequence[Leaf]
 ) -> Leaf | None:
-    """Return the leaf with the likeliest name; its name counts before those around it."""
+    """Return the leaf with the most likely name; its name takes precedence over outer names."""
     for depth in (1, None):
         for name in wanted:
             for leaf in leaves:

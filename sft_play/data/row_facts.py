@@ -1,8 +1,8 @@
-"""How many training rows there are, and how long in tokens, before a run is planned.
+"""Count the training rows and their tokens, before a run is planned.
 
-Some rows are tokenized as a run tokenizes all of them, once: the result stays in the cache. If the
-tokenizer is not on this machine, CHARACTERS_PER_TOKEN characters count as a token. Loads no torch,
-unless rows are tokenized.
+Some rows are tokenized as in a run, once: the result is cached. If the tokenizer is not on this
+machine, CHARACTERS_PER_TOKEN characters count as one token. Loads no torch, unless rows are
+tokenized.
 """
 
 import hashlib
@@ -39,9 +39,9 @@ from sft_play.runs.folder import cache_folder
 if TYPE_CHECKING:
     from sft_play.data.assemble import RunData
 
-READ_BYTES = 16 << 20  # of each source
-SAMPLED_ROWS = 2000  # of all sources together, each in its share of an epoch
-SAMPLED_BYTES = 4 << 20  # as they are on disk; of long rows, fewer are drawn
+READ_BYTES = 16 << 20  # per source
+SAMPLED_ROWS = 2000  # of all sources together, each by its share of an epoch
+SAMPLED_BYTES = 4 << 20  # size on disk; fewer long rows are drawn
 FEWEST_ROWS = 50
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
@@ -53,16 +53,16 @@ class Beginning:
     source: Source
     chunks: list[Chunk]
     rows: int  # that were read
-    all_rows: float  # of the source; estimated by the size of its files if more is left
+    all_rows: float  # of the source; estimated from the size of its files if not all was read
 
 
 def look_at_rows(
     config: Config, environ: Mapping[str, str], may_fetch: bool, tokenizes: bool = True
 ) -> RowFacts | str:
-    """Return what a config's training rows are like, or why nobody can say.
+    """Return facts about a config's training rows, or why they are not known.
 
-    With `may_fetch`, rows and a tokenizer that are not on this machine are fetched; unless
-    `tokenizes`, characters are counted, if no tokenizer has counted these rows before.
+    With `may_fetch`, rows and a tokenizer that are not on this machine are downloaded. Without
+    `tokenizes`, characters are counted, unless a tokenizer has counted these rows before.
     Raises: EnvironmentFault when they cannot be fetched.
     """
     config = config.changed({"data": sources.resolved(config.data)})
@@ -73,7 +73,7 @@ def look_at_rows(
         return RowFacts(**{**facts, "lengths": tuple(facts["lengths"])})
     try:
         begun = _read_beginnings(config, may_fetch)
-    except DataError as error:  # the run itself names every bad row and stops
+    except DataError as error:  # the run itself reports every bad row and stops
         return str(error).splitlines()[0]
     shares = epoch_rows([(one.all_rows, one.source.section.weight) for one in begun])
     drawn = [part for one in zip(begun, shares, strict=True) for part in _draw(*one, sum(shares))]
@@ -107,7 +107,7 @@ def look_at_rows(
 
 
 def check_first_rows(config: Config) -> None:
-    """Raise DataError for rows that cannot be used, among the first ones of each file."""
+    """Raise DataError for unusable rows among the first rows of each file."""
     prompt = SystemPrompt.from_config(config, decodes=False)
     for source in chain.from_iterable(find_sources(config).values()):
         for number in range(len(source.files)):
@@ -118,7 +118,7 @@ def check_first_rows(config: Config) -> None:
 
 
 def count_rows_or_reason(config: Config) -> Counted | str:
-    """Return how many samples and tokens a resolved config trains on, or why nobody can say.
+    """Return how many samples and tokens a resolved config trains on, or why this is not known.
 
     The numbers were recorded when the rows were tokenized, or are estimates.
     """
@@ -138,7 +138,7 @@ def record_counts(config: Config, data: "RunData") -> None:
 
 
 def _read_beginnings(config: Config, may_fetch: bool) -> list[Beginning]:
-    """Return the beginning of each training source. Raises: DataError if one has no row."""
+    """Return the start of each training source. Raises: DataError if one has no row."""
     begun = []
     for section in source_sections(config.data.train_path):
         if not may_fetch and not Path(section.path).exists():
@@ -185,7 +185,7 @@ def _draw(begun: Beginning, share: float, all_shares: float) -> list[ChunkTask]:
 
 
 def _count_characters(drawn: list[ChunkTask], config: Config) -> list[int]:
-    """Return about how many tokens rows have, by their characters."""
+    """Return the approximate number of tokens of rows, from their characters."""
     prompt = SystemPrompt.from_config(config, decodes=False)
     lengths = []
     for _, chunk, row_format in drawn:
@@ -197,7 +197,7 @@ def _count_characters(drawn: list[ChunkTask], config: Config) -> list[int]:
 
 
 def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float]:
-    """Return the tokens of rows, and the share of them that carries loss.
+    """Return the tokens of rows, and the share of them with loss.
 
     Raises: DataError, EnvironmentFault.
     """
@@ -210,7 +210,7 @@ def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float]
     with without_torch(config.model):
         from sft_play.data.tokenizer import load_tokenizer
 
-    config = config.changed({"model.max_seq_len": 1 << 30})  # no row is cut
+    config = config.changed({"model.max_seq_len": 1 << 30})  # so that no row is cut
     tokenizer = ChunkTokenizer(config, load_tokenizer(config), decodes=False)
     lengths: list[int] = []
     trained = 0
@@ -221,7 +221,7 @@ def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float]
 
 
 def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
-    """Return where the facts of a config's rows are; with `max_seq_len`, the counts of a run.
+    """Return the path of the facts of a config's rows; with `max_seq_len`, the counts of a run.
 
     The name digests its settings, and the path, size and time of every local file.
     """

@@ -1,19 +1,19 @@
-"""The row formats that files may have, and the values inside their records. Pure: reads no files.
+"""The row formats of files, and the values inside their records. Pure: reads no files.
 
-A file has one format: the first of ROW_FORMATS whose columns its first readable rows have. A column
-may also be named by a path such as `answers.text.0`: its parts are keys of objects and indices of
-lists, and a list without an index gives a row for each of its elements. A text on the way is read
+A file has one format: the first of ROW_FORMATS whose columns are in its first readable rows. A
+column may also be a path like `answers.text.0`: its parts are keys of objects and indices of
+lists, and a list without an index gives a row for each of its elements. A text on the path is read
 as JSON.
 
-The turns of a conversation become one list of objects. They may be
+The turns of a conversation are converted to one list of objects. They may be
 
 - objects with role and content, or ShareGPT's from and value: taken as they are
 - objects with input and output (Capybara), or other PAIRS: a question and an answer each
 - pairs of texts ([question, answer]): the same
 - texts (LIMA): the user's and the assistant's in turn
-- one text with marks before its turns, as chat templates wrote them, or people (HH-RLHF, Guanaco,
-  ChatML): `Human: ... Assistant: ...`. Marks of one style begin it, a question comes before an
-  answer, and an answer ends it. Marks of bos and of ends of turns are no part of a message
+- one text with marks before its turns, as chat templates or people wrote them (HH-RLHF, Guanaco,
+  ChatML): `Human: ... Assistant: ...`. It starts with a mark, all marks have one style, a question
+  comes before an answer, and an answer ends it. Marks of bos and of ends of turns are removed
 - an object with a list for each field: {role: [...], content: [...]} (a Sequence of datasets)
 - JSON text of any of these, as in a CSV cell, or of each turn, as datasets writes its Json type;
   Python's way to write lists and objects counts as JSON
@@ -33,9 +33,9 @@ from sft_play.data.text_files import InvalidJsonError, parse_json, split_columns
 
 JSON_START = re.compile(r"\s*[\[{]")
 PYTHON_START = re.compile(r"\s*[\[{][\[{\s]*'")  # a quote that JSON does not have
-NUMPY_BREAK = re.compile(r"\}\n\s*\{")  # between the objects of an array, for want of a comma
-MAX_TURNS = 2000  # each is rendered with all before it
-MAX_PYTHON_CHARACTERS = 1 << 20  # its syntax tree takes some 500 times as much
+NUMPY_BREAK = re.compile(r"\}\n\s*\{")  # between the objects of an array, which lacks a comma
+MAX_TURNS = 2000  # each is rendered with all previous turns
+MAX_PYTHON_CHARACTERS = 1 << 20  # its syntax tree needs about 500 times as much
 TURN_KEYS = frozenset(("role", "from"))  # one of them names the speaker of a turn
 PAIRS = FORMS["pairs"]["keys"]
 VARIABLES = "chat_template_kwargs"  # several variables of the chat template
@@ -45,7 +45,7 @@ SYSTEM_MARKS = re.compile(r"<<SYS>>(.*?)<</SYS>>", re.DOTALL)
 BEGINNINGS = re.compile(
     r"\s*(?:<s>|<bos>|<\|begin_of_text\|>|<｜begin▁of▁sentence｜>|<BOS_TOKEN>|\[gMASK\]<sop>)*\s*"
 )
-# Of a text that is read from its end: a search for it would begin again at each mark
+# Reversed, for a text that is read from its end: a forward search would restart at each mark
 REVERSED_ENDS = "|".join(re.escape(mark[::-1]) for mark in MARKS["ends"])
 ENDS = re.compile(rf"(?:\s|{REVERSED_ENDS})*+")
 ALPACA_HINT = "### Response:"
@@ -54,13 +54,13 @@ MAX_PREAMBLE_CHARACTERS = 1000  # of Vicuna and Alpaca, before the first mark
 
 @dataclass(frozen=True)
 class FormatKind:
-    """One of the formats of formats.toml."""
+    """One of the formats in formats.toml."""
 
     name: str
     columns: Sequence[str]  # that every row has
     kind: Literal["turns", "pair", "calls", "text", "segments"]
     example: str
-    of: str = ""  # whose it is, for the documentation
+    of: str = ""  # its origin, for the documentation
     extra: str | None = None  # an optional column whose text follows the question
 
     @cached_property
@@ -127,8 +127,8 @@ class Style(NamedTuple):
     """Marks before turns."""
 
     name: str
-    mark: str  # a regular expression, whose group is the speaker
-    hint: str = ""  # words without which a text has no such mark, if these are not its name
+    mark: str  # a regular expression with the speaker as its group
+    hint: str = ""  # words without which a text has no such mark, if not its name
     has_preamble: bool = False  # words before the first mark
 
 
@@ -144,7 +144,7 @@ class MarkedText(NamedTuple):
 
 
 def find_marks(text: str) -> MarkedText | None:
-    """Return the marks of a text that is a conversation, None if it is none."""
+    """Return the marks of a text that is a conversation, None if it is not."""
     for style in STYLES:
         if (style.hint or style.name) not in text:
             continue
@@ -173,7 +173,7 @@ def _without_ends(words: str) -> str:
 
 
 def split_marked_text(text: str, name: str) -> list[Json] | None:
-    """Return the turns of a conversation in one text, None if it is none.
+    """Return the turns of a conversation in one text, None if it is not one.
 
     Raises InvalidRowError for a text that ends before an answer.
     """
@@ -207,12 +207,12 @@ def split_marked_text(text: str, name: str) -> list[Json] | None:
 
 
 def is_turn(value: Any) -> bool:
-    """Return whether a value is an object that says who speaks."""
+    """Return whether a value is an object that names its speaker."""
     return isinstance(value, dict) and not TURN_KEYS.isdisjoint(value)
 
 
 def parse_nested(value: Any) -> Any:
-    """Return the object or list that a JSON text has, and any other value as it is."""
+    """Return the object or list in a JSON text; any other value is unchanged."""
     if isinstance(value, str) and JSON_START.match(value):
         with contextlib.suppress(InvalidRowError):
             return parse_json_text(value, "")
@@ -220,7 +220,7 @@ def parse_nested(value: Any) -> Any:
 
 
 def parse_json_text(text: str, name: str) -> Any:
-    """Return the value of a JSON text, or of a list or object as Python writes it.
+    """Return the value of a JSON text, or of a list or object in Python's syntax.
 
     Raises InvalidRowError, which calls it `name`.
     """
@@ -243,20 +243,20 @@ class FoundValues(NamedTuple):
 
 
 def top_column(column: str, keys: Iterable[str]) -> str:
-    """Return the column of a file in which a column or path begins."""
+    """Return the column of a file in which a column or path starts."""
     return column if column in keys else column.partition(".")[0]
 
 
 def find_values(record: Mapping[str, Any], path: str) -> FoundValues:
     """Return the values at a path, None if a key is absent.
 
-    Raises InvalidRowError if it leads nowhere.
+    Raises InvalidRowError if the path is invalid.
     """
     return _follow(record, path.split("."), path)
 
 
 def expand_record(record: Json, paths: Sequence[str]) -> list[Json]:
-    """Return a record for each element of the list through which paths lead, else the one record.
+    """Return one record per element of the list in the paths, or the record itself without a list.
 
     Each has its values under the names of the paths. Raises InvalidRowError.
     """
@@ -301,19 +301,19 @@ def _follow(value: Any, parts: Sequence[str], path: str) -> FoundValues:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How a file has its rows: one of ROW_FORMATS, and the file's column for each field."""
+    """The format of a file's rows: one of ROW_FORMATS, and the file's column for each field."""
 
     name: str
     columns: Columns
     paths: tuple[str, ...] = ()  # those of `columns` that lead into a column
     media: frozenset[str] = frozenset()  # those of MEDIA_COLUMNS in the file's first rows
     group_by: str | None = None  # the column or path that data.split_by names
-    # Keys that turns of its rows have had so far, but for those of plain turns
+    # Keys of the turns of its rows so far, except those of plain turns
     turn_keys: set[str] = field(default_factory=set, compare=False)
 
     @cached_property
     def required(self) -> tuple[str, ...]:
-        """The columns that every row has."""
+        """The columns that every row must have."""
         return tuple(self.columns[field] for field in ROW_FORMATS[self.name].columns)
 
     @cached_property
@@ -331,22 +331,22 @@ class RowFormat:
 
     @cached_property
     def variable_columns(self) -> dict[str, str]:
-        """The columns that have variables of the chat template, by the names of these."""
+        """The columns with chat template variables, by the variables' names."""
         return {name: self.columns[name] for name in VARIABLE_FIELDS if name in self.columns}
 
     def is_plain(self, record: Json) -> bool:
-        """Return whether a record has nothing but the texts of a conversation."""
+        """Return whether a record contains only the texts of a conversation."""
         has_more = len(record) > len(self.required) or self.turn_keys or self.media or self.paths
         return not has_more and self.kind in ("turns", "pair")
 
     @cached_property
     def turn_column(self) -> str | None:
-        """The column that has all turns, if one does."""
+        """The column that contains all turns, if there is one."""
         return self.required[0] if self.kind == "turns" else None
 
 
 def match_format(records: Sequence[Json], columns: Columns) -> RowFormat | None:
-    """Return the format of a file's first records, None if they have none.
+    """Return the format of a file's first records, None if there is none.
 
     `columns` maps fields to the file's column names, or paths.
     """
@@ -370,14 +370,14 @@ def match_format(records: Sequence[Json], columns: Columns) -> RowFormat | None:
 
 
 def _is_flag(value: Any) -> bool:
-    """Return whether a value says no more than yes, no or nothing."""
+    """Return whether a value means only yes, no or nothing."""
     return len(str(value or "")) <= LONGEST_FLAG and not isinstance(value, list)
 
 
 def _name_columns(
     fields: Iterable[str], columns: Columns, cases: Columns, flags: Collection[str]
 ) -> dict[str, str]:
-    """Return the column of each field; `cases` has those of the file in any case."""
+    """Return the column of each field; `cases` maps the file's columns in any case."""
     column_of = {}
     for name in fields:
         names = [name, *FORMS["fields"].get(name, {}).get("names", ())]

@@ -1,8 +1,8 @@
 """Records to rows and to prompts, in a file's row format. Texts keep their whitespace.
 
-Keys that are not used are counted, and each source names them once: nobody shall believe that a
-column counts when it does not. A file for questions has the row formats of training; what an answer
-would be may be missing. Loads no torch.
+Unused keys are counted, and each source reports them once, so that no one assumes that a column
+is used when it is not. A file of questions has the row formats of training, but its answers may be
+missing. Loads no torch.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ USED_TURN_KEYS = frozenset((*TURNS["content"], *TURNS["reasoning"], *TURNS["othe
 TURN_PREFIX = "messages[]."
 IN_TEXT = " in the column "  # of marks before turns
 NULL_ARGUMENTS = "arguments that are null"
-MAX_LISTED = 12  # keys without a meaning here
+MAX_LISTED = 12  # keys without a known meaning
 TOO_DEEP = "nested too deeply; write it flatter"
 
 
@@ -89,7 +89,7 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
 
 
 def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
-    """Return what becomes of a source's unused keys, as sentences."""
+    """Return notes on a source's unused keys, as sentences."""
     meanings = dict(FORMS["meanings"])
     for key in unused:
         _, is_marked, column = key.partition(IN_TEXT)
@@ -116,10 +116,10 @@ def unused_notes(unused: Mapping[str, int], source: str) -> list[str]:
 
 @dataclass(frozen=True)
 class SystemPrompt:
-    """The system message that a run puts before conversations, and where their images are."""
+    """The system message that a run adds to conversations, and the location of their images."""
 
     text: str | None = None
-    replaces_own: bool = False  # else conversations with a system message keep their own
+    replaces_own: bool = False  # else existing system messages are kept
     images: ImageReader = BESIDE_FILES
 
     @classmethod
@@ -130,7 +130,7 @@ class SystemPrompt:
         return cls(data.system_prompt, replaces_own, ImageReader.from_config(config, decodes))
 
     def put(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
-        """Return messages with the text before them. Raises InvalidRowError."""
+        """Return messages that start with the text. Raises InvalidRowError."""
         has_system = messages[0].role == "system"
         if has_system and not self.replaces_own:
             return messages
@@ -151,7 +151,7 @@ def parse_record_rows(
     system_prompt: SystemPrompt = NO_SYSTEM_PROMPT,
     unused: Counter[str] | None = None,
 ) -> Iterator[list[Row] | BadRow]:
-    """Yield the rows of every record of a chunk, or why it has none, one for one.
+    """Yield the rows of every record of a chunk, or why it has none, one item per record.
 
     A record has one row, or several if a path of data.columns leads through a list. Keys that are
     not used are counted in `unused`, by the rows that have a value for them.
@@ -257,9 +257,9 @@ def _put_system(messages: tuple[Message, ...], record: Json, column: str) -> tup
 
 
 def _parse_variables(record: Json, row_format: RowFormat) -> Json | None:
-    """Return the variables that a record gives the chat template, None if it gives none.
+    """Return the variables for the chat template in a record, None if there are none.
 
-    A null is none: tables fill one in if a row has no value. Raises InvalidRowError.
+    A null counts as none: tables insert it if a row has no value. Raises InvalidRowError.
     """
     columns = row_format.variable_columns
     if record.keys().isdisjoint(columns.values()):
@@ -281,7 +281,7 @@ def _parse_variables(record: Json, row_format: RowFormat) -> Json | None:
 
 
 def weigh(parts: tuple[Part, ...], weight: float) -> tuple[Part, ...]:
-    """Return messages or segments with a row's weight; of the weight 0 none is trained."""
+    """Return messages or segments with a row's weight; weight 0 excludes them from training."""
     if weight == 1:
         return parts
     return tuple(
@@ -290,11 +290,11 @@ def weigh(parts: tuple[Part, ...], weight: float) -> tuple[Part, ...]:
     )
 
 
-MISSING = "?"  # in place of an answer, so that the record is one of a row format
+MISSING = "?"  # replaces an answer, so that the record has a row format
 
 
 class Prompt(NamedTuple):
-    """What the model is asked; `origin` is `file:line` or `file[index]`."""
+    """A question for the model; `origin` is `file:line` or `file[index]`."""
 
     origin: str
     messages: tuple[Message, ...]
@@ -309,9 +309,9 @@ class Prompt(NamedTuple):
 
 
 def read_prompts(path: Path, columns: Columns, system_prompt: SystemPrompt) -> list[Prompt]:
-    """Return the prompts of a file in order; each line of a .txt file is one.
+    """Return the prompts of a file in order; each line of a .txt file is a prompt.
 
-    Raises: DataError for a file that cannot be read, and for records that ask nothing.
+    Raises: DataError for a file that cannot be read, and for records without a question.
     """
     found: list[Prompt] = []
     bad: list[BadRow] = []
@@ -332,7 +332,7 @@ def read_prompts(path: Path, columns: Columns, system_prompt: SystemPrompt) -> l
 
 
 def read_prompt(record: Json, columns: Columns, system_prompt: SystemPrompt, origin: str) -> Prompt:
-    """Return what a record asks, without its last answer. Raises InvalidRowError."""
+    """Return the prompt of a record, without its last answer. Raises InvalidRowError."""
     whole = _with_answer(record, columns)
     row_format = match_format([whole], columns) if whole else None
     if row_format is None:

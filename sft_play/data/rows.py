@@ -10,34 +10,34 @@ from typing import Any, NamedTuple
 
 from sft_play.runs.files import Json
 
-# The row formats, and the names that programs give to the parts of a row
+# The row formats, and the names of the parts of a row in other programs
 FORMS = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
 Columns = Mapping[str, str]  # field: the file's column, or a path into one: answers.text.0
-Notes = tuple[str, ...]  # what becomes of a row that is not as the row has it
+Notes = tuple[str, ...]  # changes to a row
 
 MAX_LISTED_ROWS = 5  # bad rows that an error lists
-MAX_HELD_OUT_ROWS = 500  # more does not sharpen a loss, and every evaluation pays for it
+MAX_HELD_OUT_ROWS = 500  # more rows do not make a loss more precise, and slow every evaluation
 MAX_VALUE_CHARACTERS = 60  # of a value that an error repeats
 MAX_COLUMNS_CHARACTERS = 200  # of the columns that an error lists
 MAX_ENCODED_BYTES = 64 << 20  # of an image inside a row
-IMAGE_MARK = "\ufffc"  # stands in a message's content for each of its images
+IMAGE_MARK = "\ufffc"  # represents each image in a message's content
 SHOWN_IMAGE = "⟨image⟩"  # in a prompt that people read
 
 
 class InvalidRowError(ValueError):
-    """Why a record is no row."""
+    """Why a record is not a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFile:
-    """An encoded image that was opened once: a file, or its bytes; its size as it is shown."""
+    """An encoded image that was opened once: a file or bytes, and its displayed size."""
 
-    path: str  # "" if the row has its bytes
+    path: str  # "" if the row contains its bytes
     data: bytes = field(repr=False)  # b"" if it is a file
     width: int  # pixels
     height: int
-    token: str = ""  # that the chat template writes for it, once the model's processor was asked
-    text: str = ""  # that the model reads in its place
+    token: str = ""  # written by the chat template, set after the processor was asked
+    text: str = ""  # that the model reads instead
 
     @property
     def size(self) -> tuple[int, int]:
@@ -46,12 +46,12 @@ class ImageFile:
 
     @property
     def name(self) -> str:
-        """Its path, or how many bytes it has."""
+        """Its path, or its number of bytes."""
         return self.path or show_value(self.data)
 
 
 class PromptIds(list[int]):
-    """The ids of a prompt, with the images that some of them stand for."""
+    """The ids of a prompt, with the images that some of them represent."""
 
     def __init__(self, ids: Iterable[int], images: tuple[ImageFile, ...] = ()):
         super().__init__(ids)
@@ -64,9 +64,9 @@ class Message:
 
     role: str
     content: str  # with IMAGE_MARK for each image
-    reasoning: str | None = None  # what an assistant thinks before it answers
+    reasoning: str | None = None  # an assistant's reasoning before its answer
     tool_calls: tuple[Json, ...] = ()  # of an assistant, as `messages` parses them
-    name: str | None = None  # of the tool that a tool message answers for
+    name: str | None = None  # of the tool whose answer a tool message contains
     tool_call_id: str | None = None
     is_trained: bool = True  # of an assistant: the answer carries loss
     weight: float = 1.0  # of its tokens in the loss
@@ -74,12 +74,12 @@ class Message:
 
     @property
     def texts(self) -> list[str]:
-        """The content, in the pieces that images leave."""
+        """The content, split at its images."""
         return self.content.split(IMAGE_MARK) if self.images else [self.content]
 
     @property
     def parts(self) -> list[Json]:
-        """The content as templates read it if it has images."""
+        """The content in the format of templates if it has images."""
         first, *texts = self.texts
         parts: list[Json] = [{"type": "text", "text": first}] if first else []
         for image, text in zip(self.images, texts, strict=True):
@@ -113,18 +113,18 @@ class Row:
 
     @property
     def plain_text(self) -> str:
-        """The text of a row that is no conversation."""
+        """The text of a row that is not a conversation."""
         return self.text or "".join(segment.text for segment in self.segments)
 
     @property
     def begins_with_answer(self) -> bool:
-        """Whether the assistant speaks before the first question, as in a greeting."""
+        """Whether the assistant speaks before the first question, e.g. a greeting."""
         speakers = [message.role for message in self.messages[:2] if message.role != "system"]
         return speakers[:1] == ["assistant"]
 
 
 class BadRow(NamedTuple):
-    """A record that is no row: where it is, why, and its text, with broken UTF-8 escaped."""
+    """A record that is not a row: where it is, why, and its text, with broken UTF-8 escaped."""
 
     origin: str
     reason: str
@@ -132,7 +132,7 @@ class BadRow(NamedTuple):
 
 
 class UnreadableRecord(NamedTuple):
-    """A record of a file that is no object with keys: why, and its text."""
+    """A record of a file that is not an object with keys: why, and its text."""
 
     reason: str
     raw: str
@@ -147,7 +147,7 @@ class NumberedRecord(NamedTuple):
 
 
 def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
-    """Return a value as JSON, or a text as it is, shortened for an error."""
+    """Return a value as JSON, or a text unchanged, shortened for an error."""
     text = value
     if not isinstance(value, str):
         text = json.dumps(value, default=str, ensure_ascii=False)
@@ -156,7 +156,7 @@ def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
 
 
 def show_value(value: Any) -> str:
-    """Return the text that stands for a value that JSON does not have."""
+    """Return the text for a value that JSON does not support."""
     return f"<{len(value):,} bytes>" if isinstance(value, bytes) else str(value)
 
 
@@ -166,12 +166,12 @@ def is_blank(value: Any) -> bool:
 
 
 def is_given(value: Any) -> bool:
-    """Return whether a value says anything."""
+    """Return whether a value is given, i.e. not empty."""
     return value not in (None, "", [], {}) and value == value
 
 
 def check_encodable(text: str, name: str) -> None:
-    """Raise InvalidRowError for a text that no tokenizer takes."""
+    """Raise InvalidRowError for a text that no tokenizer accepts."""
     if not text.isascii():
         try:
             text.encode("utf-8")

@@ -38,10 +38,10 @@ SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
 LOG_IN = "type `hf auth login`, or set HF_TOKEN"
 MAX_REASON_CHARACTERS = 300
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
-SPARK_PART = "part-"  # begins the files that Spark writes; some have no row
+SPARK_PART = "part-"  # start of the names of files that Spark writes; some have no row
 # Files that the datasets library saves next to the rows
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
-# Files that may have rows: a folder with one of them is refused, not read in part
+# Files that may have rows: a folder with one of them is refused instead of read in part
 UNSUPPORTED = tuple(
     """
     .xls .ods .xml .yaml .yml .feather .orc .avro .pkl .pickle .npy .npz .h5 .hdf5 .zip .tar .tgz
@@ -109,21 +109,21 @@ def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
 
 
 def _sentence(error: Exception) -> str:
-    """Return what a library's error says, as one sentence."""
+    """Return the message of a library's error as one sentence."""
     words = (str(error) or type(error).__name__).split()
     return " ".join(words)[:MAX_REASON_CHARACTERS].rstrip(".") + "."
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source as files: at least one, in the order in which they are read."""
+    """One source as files: at least one, in reading order."""
 
     name: str
     files: tuple[Path, ...]
     columns: Columns
     section: SourceSection  # as the user wrote it
-    left: tuple[str, ...] = ()  # other splits that the folder has
-    may_lack_columns: bool = False  # data.columns may name columns of the training rows only
+    left: tuple[str, ...] = ()  # other splits in the folder
+    may_lack_columns: bool = False  # data.columns may name columns that only training rows have
 
     def read(self) -> Iterator[ChunkTask]:
         """Yield the chunks of all files. Raises DataError."""
@@ -154,7 +154,7 @@ class Source:
             raise
 
     def bounds(self, rows: int) -> tuple[int, int]:
-        """Return where its part of so many rows begins and ends; % are rounded as by datasets."""
+        """Return the start and end of its part of `rows` rows; % are rounded as in datasets."""
         start, stop = (self.section.part or "[:]")[1:-1].split(":")
         return _bound(start or "0", rows), _bound(stop or "100%", rows)
 
@@ -163,7 +163,7 @@ class Source:
         return sum(size for size, *_ in self.states())
 
     def states(self) -> list[tuple[int, ...]]:
-        """Return the size of each file, and what a write to it changes. Raises DataError."""
+        """Return the size of each file, and properties that a write changes. Raises DataError."""
         try:
             found = [file.stat() for file in self.files]
         except FileNotFoundError as error:
@@ -172,7 +172,7 @@ class Source:
         return [(each.st_size, each.st_ino, each.st_mtime_ns, each.st_ctime_ns) for each in found]
 
     def refuse_change(self, before: list[tuple[int, ...]]) -> None:
-        """Raise DataError if a file is not what it was when `before` was its state."""
+        """Raise DataError if a file has changed since `before`."""
         for file, then, now in zip(self.files, before, self.states(), strict=True):
             if now != then:
                 raise DataError(
@@ -210,7 +210,7 @@ def find_sources(config: Config) -> dict[str, tuple[Source, ...]]:
 
 
 def source_sections(value: str | list[str | SourceSection] | None) -> list[SourceSection]:
-    """Return what a setting such as data.train_path names, each as a section."""
+    """Return the sources in a setting like data.train_path, each as a section."""
     if value is None:
         return []
     sections = []
@@ -220,7 +220,7 @@ def source_sections(value: str | list[str | SourceSection] | None) -> list[Sourc
 
 
 def find_source(section: SourceSection, setting: str, data: DataSection | None = None) -> Source:
-    """Return the files of a source; `data` has the columns if the section names none.
+    """Return the files of a source; `data` has the columns if the section has none.
 
     Raises: DataError if nothing of that name exists, EnvironmentFault if the hub cannot be
     reached.
@@ -276,14 +276,14 @@ def digest_source(source: Source) -> str:
 def _choose_split(
     folder: Path, where: str, wanted: str | None, read_as: str
 ) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Return the data files of a folder, or of its wanted split, and the splits that are left.
+    """Return the data files of a folder, or of its wanted split, and the remaining splits.
 
-    Raises: DataError if files are of splits, and others of none.
+    Raises: DataError if some files belong to splits, and others do not.
     """
     files = _list_folder(folder, where, read_as)
     by_split: dict[str | None, list[Path]] = {}
     for file in files:
-        parts = reversed(file.relative_to(folder).parts)  # a file's name counts first
+        parts = reversed(file.relative_to(folder).parts)  # a file's name takes precedence
         by_split.setdefault(next(filter(None, map(split_of, parts)), None), []).append(file)
     if len(by_split) == 1 and not (folder / "dataset_dict.json").is_file():
         return files, ()
@@ -314,7 +314,7 @@ def _list_folder(folder: Path, where: str, read_as: str) -> tuple[Path, ...]:
             f"data files end in {', '.join(FORMATS)}"
         )
     texts = [path for path in files if base_format(path) in TEXTS]
-    if texts and len(texts) < len(files):  # perhaps a README.txt
+    if texts and len(texts) < len(files):  # a README.txt, for example
         raise DataError(
             f"{where}: contains {texts[0]} next to files of rows; "
             "move it away, or begin its name with _"
@@ -349,10 +349,10 @@ def _collect(folder: Path, files: list[Path], unsupported: list[Path]) -> None:
 
 
 def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
-    """Return in what the sources are not those of a run's data.json (`facts`), by setting.
+    """Return by setting how the sources differ from those in a run's data.json (`facts`).
 
-    Files are compared by their bytes, and read only if their size is that of the run's. A source
-    of the same name is the run's if it is of the hub, or if its files are gone.
+    Files are compared by their bytes, and read only if they have the run's size. A source
+    with the same name is considered the same if it is on the hub, or if its files are missing.
     Raises: DataError if a setting names nothing that can be read.
     """
     changed: dict[str, list[str]] = {}
@@ -372,14 +372,14 @@ def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:
 
 
 def _find_difference(now: SourceSection, then: Json, setting: str, data: DataSection) -> str | None:
-    """Return in what a source is not the one that data.json has, None if it is."""
+    """Return how a source differs from the one in data.json, None if it does not."""
     name = name_of(now)
     asked = (f"weight {now.weight}", now.choice or "all rows")
     trained = (f"weight {then['weight']}", then.get("choice") or "all rows")
     for wanted, used in zip(asked, trained, strict=True):
         if wanted != used:
             return f"{name} has {wanted}, and it was trained with {used}"
-    if not Path(now.path).exists():  # gone, or of the hub
+    if not Path(now.path).exists():  # missing, or on the hub
         if then["name"] in (name, str(Path(now.path).resolve())):  # a run has absolute paths
             return None
         if is_dataset_id(now.path):

@@ -1,10 +1,10 @@
 """Special tokens inside the text of messages: data, which never becomes a turn. Loads no torch.
 
-A tokenizer finds its special tokens anywhere in a rendered text, also if a user wrote them. So
-under `as_text` each such token in a message is a *placeholder* while the template renders: as many
-private-use characters, so that every other character keeps its place. A second tokenizer has its
-special tokens under the placeholders' names, with the same ids. The text that it reads has the
-two exchanged: it finds the tokens that the template wrote, and reads the user's as plain text.
+A tokenizer finds its special tokens anywhere in a rendered text, even if a user wrote them. So
+under `as_text` each such token in a message is replaced by a *placeholder* of the same length while
+the template renders: private-use characters, so that other characters keep their positions. In a
+second tokenizer the special tokens have the placeholders' names, and the same ids. In its input
+text the two are swapped: it finds the template's tokens, and reads the user's as plain text.
 """
 
 import json
@@ -29,12 +29,12 @@ UNREADABLE = (
 )
 
 FIRST_PLACEHOLDER = 0xF0000  # plane 15 of Unicode, of private use: 65,534 characters
-# Data that brings its reasoning within the answer has these, and templates look for them
+# Data with reasoning inside the answer contains these, and templates search for them
 THOUGHT_MARKS = frozenset(("<think>", "</think>"))
 TEXTS = ("content", "reasoning", "name", "tool_call_id", "tool_calls")  # of a message
 get_texts = attrgetter(*TEXTS)
-NOTHING = r"(?!)"  # a pattern that matches nowhere
-PROBES = ("Question1Of2", "Answer1Of2", "Question2Of2")  # words that no template writes by itself
+NOTHING = r"(?!)"  # a pattern that never matches
+PROBES = ("Question1Of2", "Answer1Of2", "Question2Of2")  # words that no template contains
 
 
 class SpecialText:
@@ -56,19 +56,19 @@ class SpecialText:
             for number, token in enumerate(sorted(tokens, key=len, reverse=True))
         }
         names = {name: token for token, name in self._placeholders.items()}
-        self._exchanged = {**self._placeholders, **names}  # either for the other
+        self._exchanged = {**self._placeholders, **names}  # each is replaced by the other
         self._either = match_any(self._exchanged)
         self._placeholder = match_any(names)
         words = match_any((*(token.content for token in added), *THOUGHT_MARKS)).split(between)
         self._turn_words = _turn_words(words)
-        # a text without these is read as it is
+        # a text without these needs no escaping
         self.unusual = match_any((*tokens, *self._turn_words, *CLOSED))
 
     def escape(self, row: Row) -> tuple[Row, tuple[str, ...]]:
         """Return a conversation with placeholders for special tokens in its messages, and these.
 
-        It is the row itself if it has none, and under `allow`. Raises RenderError for what `fail`
-        refuses, and for words that begin a turn without a special token.
+        Return the row itself if it has none, and under `allow`. Raises RenderError for tokens that
+        `fail` refuses, and for words that start a turn without a special token.
         """
         if self._policy == "allow":
             return row, ()
@@ -95,7 +95,7 @@ class SpecialText:
         return self._with_placeholders(row) if tokens else row, tuple(sorted(tokens))
 
     def plain(self, text: str) -> str:
-        """Return a text with the special tokens in place of placeholders."""
+        """Return a text with special tokens instead of placeholders."""
         return self._placeholder.sub(self._exchange, text)
 
     def _exchange(self, found: re.Match[str]) -> str:
@@ -124,7 +124,7 @@ class SpecialText:
         for token in facts["added_tokens"]:
             token["content"] = rename(token["content"])
         model = facts["model"]
-        # by piece, or of a Unigram model a list with a score for each
+        # by piece, or for a Unigram model a list with scores
         model["vocab"] = _map_strings(model["vocab"], rename)
         if model.get("unk_token"):
             model["unk_token"] = rename(model["unk_token"])
@@ -163,12 +163,12 @@ def _special_text(tokenizer: Any, vocabulary: int, template: str, policy: Any) -
 
 
 def special_text(tokenizer: Any, policy: TokensInText) -> SpecialText:
-    """Return the reader of special tokens of a tokenizer as it is now; it is made once."""
+    """Return the special token reader of a tokenizer in its current state; created once."""
     return _special_text(tokenizer, len(tokenizer), ChatTemplate(tokenizer).jinja, policy)
 
 
 def special_notes(as_text: Mapping[str, int], source: str) -> list[str]:
-    """Return one sentence about the rows of a source with special tokens in their text."""
+    """Return a sentence about a source's rows with special tokens in their text."""
     if not as_text:
         return []
     tokens = ", ".join(f"{token} ({rows:,} rows)" for token, rows in sorted(as_text.items()))
@@ -182,7 +182,7 @@ def encode(
     tokenizer: Any, texts: Sequence[str], add_special_tokens: bool = False
 ) -> list[list[int]]:
     """Return the ids of texts by a tokenizer of the library `tokenizers`. Raises DataError."""
-    tokenizer.no_truncation()  # earlier code, or its file, may have set these two
+    tokenizer.no_truncation()  # earlier code or the file may have set these
     tokenizer.no_padding()
     try:
         with panics_as_errors():
@@ -193,13 +193,13 @@ def encode(
 
 
 def match_any(words: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that finds each of the words, the longest that fits."""
+    """Return a pattern that finds each of the words, preferring the longest match."""
     longest_first = sorted(words, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or NOTHING)
 
 
 def between_turns(tokenizer: Any) -> str:
-    """Return what the template writes between the turns of a conversation, "" if it takes none."""
+    """Return the template's text between turns, "" if it accepts no conversation."""
     roles = ("user", "assistant", "user")
     messages = [{"role": role, "content": word} for role, word in zip(roles, PROBES, strict=True)]
     try:
@@ -211,10 +211,10 @@ def between_turns(tokenizer: Any) -> str:
 
 
 def _turn_words(pieces: Sequence[str]) -> dict[str, re.Pattern[str]]:
-    """Return the words that begin a turn, each with what finds them: a template without its tokens.
+    """Return the words that start a turn, each with a pattern that finds them.
 
-    A mere word, such as the name of a role, is none. A heading, or words that begin with a letter
-    as `USER:`, are some at the start of a line.
+    A plain word, e.g. the name of a role, is ignored. A heading, or words that start with a letter
+    like `USER:`, count at the start of a line.
     """
     found: dict[str, re.Pattern[str]] = {}
     for piece in pieces:
@@ -227,7 +227,7 @@ def _turn_words(pieces: Sequence[str]) -> dict[str, re.Pattern[str]]:
 
 
 def _list_texts(row: Row) -> list[tuple[str, str]]:
-    """Return every text of a conversation that a template writes, with its place."""
+    """Return every text of a conversation that a template writes, with its location."""
     parts = [(f"messages[{index}]", get_texts(each)) for index, each in enumerate(row.messages)]
     parts += [("tools", row.tools), ("the variables of the template", row.variables)]
     found: list[tuple[str, str]] = []

@@ -1,6 +1,6 @@
-"""Which samples are trained on, evaluated on and asked, and which tokens they have.
+"""Which samples are trained, evaluated and generated from, and which tokens they contain.
 
-Works on the samples' records (`store.RECORD`); indices are into one array of records. Loads no
+Works on the samples' records (`store.RECORD`); indices refer to one array of records. Loads no
 torch.
 """
 
@@ -18,7 +18,7 @@ from sft_play.data.store import Split
 from sft_play.runs.report import LengthHistogram
 
 MIN_ANSWER_TOKENS = 64
-MAX_ANSWER_TOKENS = 1024  # an untrained base may run on to the limit in every answer
+MAX_ANSWER_TOKENS = 1024  # an untrained base model may generate up to the limit in every answer
 TOKENS_STEP = 16
 TOKENS_PER_SCAN = 1 << 22  # 16 MiB of ids
 BINS = 24  # of a histogram, at most
@@ -36,12 +36,12 @@ class Overlap:
 
 
 def count_rows(records: np.ndarray) -> int:
-    """Return how many rows samples come from; the samples of one row are adjacent."""
+    """Return the number of rows of the samples; samples of one row are adjacent."""
     return int(np.count_nonzero(begins_row(records)))
 
 
 def begins_row(records: np.ndarray, *besides: str) -> np.ndarray:
-    """Return a mask (N,) of the samples that are the first of their row, or of what else changes.
+    """Return a mask (N,) of the samples that start a row, or at which another column changes.
 
     Each piece of a plain text has its own `exact`.
     """
@@ -55,10 +55,10 @@ def begins_row(records: np.ndarray, *besides: str) -> np.ndarray:
 def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: str) -> np.ndarray:
     """Return a mask (N,) of the samples to set aside.
 
-    They are of about `fraction` of the rows, or of MAX_HELD_OUT_ROWS: as near to that as complete
-    groups come, and never of more than twice as many. Rows of the same words are in one group, and
-    so are those of one question, or of one value of a column, as `split_by` says (data.split_by).
-    Which rows these are does not depend on their order. A piece of a plain text counts as a row.
+    They belong to about `fraction` of the rows, or to MAX_HELD_OUT_ROWS: as near to it as complete
+    groups allow, and never more than twice as many. Rows with the same words are in one group, and
+    so are rows with one question, or with one value of a column, according to data.split_by.
+    The choice does not depend on the order of the rows. A piece of a plain text counts as a row.
     The mask may be all false.
     """
     keys = {"row": (), "prompt": ("question",)}.get(split_by, ("group",))
@@ -68,13 +68,13 @@ def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: s
     target = min(max(1, round(rows * fraction)), MAX_HELD_OUT_ROWS)
     order = list(range(len(sizes)))
     random.Random(seed).shuffle(order)
-    reached = {0: (0, -1)}  # rows set aside: those without the last group, and that group
+    reached = {0: (0, -1)}  # set-aside rows: those without the last group, and that group
     tried: Counter[int] = Counter()  # groups by size
     for group in order:
         size = sizes[group]
         if target in reached:
             break
-        if size * tried[size] <= target:  # else one more of this size reaches no better sum
+        if size * tried[size] <= target:  # another group of this size would not improve the sum
             tried[size] += 1
             for held_out in [held_out for held_out in reached if held_out < target]:
                 reached.setdefault(held_out + size, (held_out, group))
@@ -89,7 +89,7 @@ def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: s
 
 
 def _connect(records: np.ndarray, keys: Sequence[str]) -> np.ndarray:
-    """Return labels (N,): samples with an equal value of any key, or linked by others, share one.
+    """Return labels (N,): samples that share any key, directly or via others, have one label.
 
     The label is the least hash of the group's words.
     """
@@ -100,12 +100,12 @@ def _connect(records: np.ndarray, keys: Sequence[str]) -> np.ndarray:
         before = first
         for values in members:
             first = _least(first, values)
-        first = first[first]  # else a chain of groups would take a round for each link
+        first = first[first]  # otherwise a chain of groups would need one iteration per link
     return _least(records["normalized"], first)
 
 
 def _least(values: np.ndarray, group_of: np.ndarray) -> np.ndarray:
-    """Return for each sample the least value of its group; groups are numbered below N."""
+    """Return the least value of each sample's group; groups are numbered below N."""
     least = np.full(len(values), np.iinfo(values.dtype).max, values.dtype)
     np.minimum.at(least, group_of, values)
     return least[group_of]
@@ -123,7 +123,7 @@ def find_overlap(trained: np.ndarray, evaluated: np.ndarray) -> Overlap:
 
 
 def count_duplicates(records: np.ndarray) -> EqualRows:
-    """Return how many rows repeat an earlier one: exactly, by their words, by their question."""
+    """Return how many rows repeat an earlier one: exactly, by words, or by question."""
     rows = records[begins_row(records)]
     repeated = []
     for key in ("exact", "normalized", "question"):
@@ -137,8 +137,8 @@ def mix_sources(
 ) -> list[np.ndarray]:
     """Return each source's samples of one epoch, repeated so that the ratio is that of `weights`.
 
-    The source with the most samples for its weight is taken once. The others repeat, and the seed
-    draws the samples of the last, incomplete repeat. So no source ends early and none is cut.
+    The source with the most samples for its weight is used once. The others repeat, and the seed
+    draws the samples of the last, incomplete repeat. No source ends early and none is cut.
 
     >>> [len(taken) for taken in mix_sources([np.arange(100), np.arange(10)], [3, 1], seed=0)]
     [100, 33]
@@ -156,21 +156,21 @@ def mix_sources(
 
 
 def question_indices(split: Split, max_rows: int | None) -> np.ndarray:
-    """Return the first samples that end in an answer to a prompt; None for `max_rows` is all."""
+    """Return the first samples that end with an answer to a prompt; `max_rows` None: all."""
     has_answer = np.flatnonzero(split.records["answer_start"])
     return has_answer[:max_rows]
 
 
 def drawn(rows: np.ndarray, count: int) -> np.ndarray:
-    """Return `count` of the rows, in order: the same at each call, and fewer are among more."""
+    """Return `count` of the rows, in order: the same at each call; fewer rows are a subset."""
     order = np.random.default_rng(0).permutation(len(rows))
     return rows[np.sort(order[:count])]
 
 
 def answer_token_limit(splits: Iterable[Split], max_rows: int | None, max_seq_len: int) -> int:
-    """Return how many tokens the generated answers to the rows of `splits` may have.
+    """Return the token limit of generated answers to the rows of `splits`.
 
-    It is the longest answer of those rows and a quarter more, so that a right answer ends before
+    It is the longest answer of those rows plus a quarter, so that a right answer ends before
     it. Prompt and answer stay within `max_seq_len` tokens, unless that would cut the longest one.
     """
     longest_answer = 0
@@ -194,12 +194,12 @@ class UsedTokens:
     """The token ids of all samples. These have no padding: a padding token here is from a row."""
 
     ids: np.ndarray  # (U,) int64, sorted: each id that occurs
-    trained_ids: np.ndarray  # those that are predicted somewhere, sorted
+    trained_ids: np.ndarray  # ids that are predicted somewhere, sorted
     samples: Split
 
     def origin(self, token_id: int) -> str | None:
         """Return `file:line` of the first row that has a token, None if it is not known."""
-        first_sample = 0  # of a store, among all samples
+        first_sample = 0  # of a store, in the order of all samples
         for store in self.samples.stores:
             if not store.files:
                 return None

@@ -1,7 +1,7 @@
 """Tokenized samples on disk: written once, mapped into memory by every process.
 
-A store is a folder of flat little-endian arrays: the ids of all samples in a row, whether each id
-is trained, and a record for each sample; and what became of the source's rows. Loads no torch.
+A store is a folder of flat little-endian arrays: the ids of all samples in sequence, whether each
+id is trained, and a record for each sample; and what happened to the source's rows. Loads no torch.
 Legend: N samples, T tokens of one.
 """
 
@@ -39,9 +39,9 @@ RECORD = np.dtype(
         ("answer_start", "<i4"),  # first token of the last answer; 0: none, as in plain text
         ("trained", "<i4"),  # tokens that carry loss
         ("cut", "<i4"),  # tokens of its row that the length policy cut
-        ("weights", "<i8"),  # where those of its tokens begin in weights.bin; -1: each weighs 1
+        ("weights", "<i8"),  # start of its tokens' weights in weights.bin; -1: each weight is 1
         ("images", "<i8"),  # end of its images in images.bin
-        ("image_tokens", "<i4"),  # that stand for them
+        ("image_tokens", "<i4"),  # that represent the images
     ]
 )
 IMAGE = np.dtype(
@@ -60,7 +60,7 @@ ARRAYS = {  # the files of the fields of SampleArrays
     "weights.bin": WEIGHT,
     RECORDS: RECORD,
     "images.bin": IMAGE,
-    "image_bytes.bin": np.dtype(np.uint8),  # of each image: its path, or itself
+    "image_bytes.bin": np.dtype(np.uint8),  # per image: its path, or its content
 }
 
 
@@ -69,7 +69,7 @@ class Sample:
     """One sequence as the model sees it.
 
     ids (T,) int32; labels (T,) int64, IGNORE_INDEX if no loss; weights (T,) float32 of tokens in
-    the loss, None if each weighs 1; the images that ids stand for, in their order.
+    the loss, None if each is 1; the images that ids represent, in order.
     """
 
     ids: np.ndarray
@@ -84,15 +84,15 @@ class Sample:
 
     @property
     def prompt(self) -> PromptIds:
-        """The ids before the last answer, which the model is given at use; empty for plain text."""
+        """The ids before the last answer, i.e. the prompt at inference; empty for plain text."""
         return PromptIds(self.ids[: self.answer_start].tolist(), self.images)
 
 
 class Store:
-    """The samples of one source, read-only; opening it reads nothing but sizes."""
+    """The samples of one source, read-only; opening it reads only sizes."""
 
     def __init__(self, folder: Path, files: Sequence[str] = (), name: str = ""):
-        """`files` are those of its rows, `name` is what the source is called in scores."""
+        """`files` are those of its rows, `name` is the source's name in scores."""
         self.folder = folder
         self.files = files
         self.name = name
@@ -112,7 +112,7 @@ class Store:
         return Sample(ids, labels, int(self.records["answer_start"][index]), weights, images)
 
     def _bounds(self, column: str, index: int) -> tuple[int, int]:
-        """Return where a sample begins and ends in an array, of which a column has the ends."""
+        """Return the start and end of a sample in an array; `column` contains the ends."""
         ends = self.records[column]
         return int(ends[index - 1]) if index else 0, int(ends[index])
 
@@ -137,8 +137,8 @@ class Store:
 class RowHashes(NamedTuple):
     """64-bit hashes of a row.
 
-    `exact` is of all its text; `normalized`, of its words without case, punctuation and spacing;
-    `question`, of the words before its last trained answer, or of all if there are none.
+    `exact` is the hash of all its text; `normalized`, of its words without case, punctuation and
+    spacing; `question`, of the words before its last trained answer, or of all if there are none.
     """
 
     exact: int
@@ -148,7 +148,7 @@ class RowHashes(NamedTuple):
 
 
 class StoredSample(NamedTuple):
-    """A sample that is to be stored."""
+    """A sample to be stored."""
 
     rendered: RenderedSample
     file: int  # of its row, in the source
@@ -159,9 +159,9 @@ class StoredSample(NamedTuple):
 
 
 class SampleArrays(NamedTuple):
-    """Samples as a store has them: ids and trained of all tokens, records (N,) RECORD.
+    """Samples in the format of a store: ids and trained of all tokens, records (N,) RECORD.
 
-    `weights` are those of the samples that have some; `images` (I,) IMAGE with `image_bytes`.
+    `weights` are those of samples with weights; `images` (I,) IMAGE with `image_bytes`.
     """
 
     ids: np.ndarray
@@ -230,10 +230,10 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
 
 
 class Split:
-    """Samples of one or more stores in a fixed order, some of them perhaps several times."""
+    """Samples of one or more stores in a fixed order; some may be repeated."""
 
     def __init__(self, stores: Sequence[Store], indices: Sequence[np.ndarray]):
-        """`indices` are of the samples in each store."""
+        """`indices` are the samples' indices in each store."""
         self.stores = tuple(stores)
         counts = [len(part) for part in indices]
         self.store_of = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
@@ -245,7 +245,7 @@ class Split:
         return cls(stores, [np.arange(len(store)) for store in stores])
 
     def take(self, mask: np.ndarray) -> "Split":
-        """Return the samples at which `mask` (N,) is true, or those at indices."""
+        """Return the samples for which `mask` (N,) is true, or those at indices."""
         taken = Split(self.stores, ())
         taken.store_of = self.store_of[mask]
         taken.index_in = self.index_in[mask]
@@ -268,7 +268,7 @@ class Split:
         return self._gather(lambda store: np.diff(store.records["images"], prepend=0))
 
     def source(self, index: int) -> str | None:
-        """Return the name of a sample's source in scores, None if there is but one."""
+        """Return the name of a sample's source in scores, None if there is only one."""
         has_several = len({store.name for store in self.stores}) > 1
         return self.stores[self.store_of[index]].name if has_several else None
 
@@ -285,7 +285,7 @@ class Split:
 
     @cached_property
     def records(self) -> np.ndarray:
-        """Record of each sample, (N,) RECORD: `end` counts in its store, `file` in all of them."""
+        """Record of each sample, (N,) RECORD: `end` refers to its store, `file` to all of them."""
         records = self._gather(lambda store: store.records, RECORD)
         first_file = np.cumsum([0, *(len(store.files) for store in self.stores)])  # of each store
         records["file"] += first_file[self.store_of]
@@ -320,7 +320,7 @@ def hash_rows(rows: Sequence[Row]) -> RowHashes:
 
 
 def hash_piece(hashes: RowHashes, piece: int) -> RowHashes:
-    """Return hashes of a piece of a plain text, which is held out or trained by itself."""
+    """Return hashes of a piece of a plain text, which is held out or trained separately."""
     names = ("exact", "normalized", "question")
     return hashes._replace(**{name: _hash(f"{getattr(hashes, name)} {piece}") for name in names})
 
@@ -352,13 +352,13 @@ def hash_row(row: Row) -> RowHashes:
 
 
 def forget_images() -> None:
-    """Read the files of images again: another chunk may be read much later."""
+    """Read image files again: another chunk may be read much later."""
     _key.cache_clear()
 
 
 @lru_cache(HASHED)
 def _key(images: tuple[ImageFile, ...]) -> str:
-    """Return what tells the images of a message from others: a hash of their bytes."""
+    """Return the key of a message's images: a hash of their bytes."""
     data = (image.data or Path(image.path).read_bytes() for image in images)
     return " ".join(blake2b(each, digest_size=8).hexdigest() for each in data)
 

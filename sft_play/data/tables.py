@@ -17,14 +17,14 @@ from sft_play.data.text_files import MAX_LINE_BYTES
 from sft_play.errors import DataError, first_line
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-OTHER_DELIMITERS = (";", "\t", "|")  # of .csv files
-EXCEL_HINTS = ("sep=,", "sep=;", "sep=|", "sep=")  # a line that Excel reads, before the first
+OTHER_DELIMITERS = (";", "\t", "|")  # in .csv files
+EXCEL_HINTS = ("sep=,", "sep=;", "sep=|", "sep=")  # a line for Excel, before the first row
 PANDAS_INDEX = "Unnamed: 0"
-# Characters, of a row. A quote that is never closed takes in everything after it. The csv module's
+# Characters per row. A quote that is never closed includes everything after it. The csv module's
 # limit is 128 KiB, shorter than some documents.
 MAX_FIELD_CHARACTERS = MAX_LINE_BYTES
 MAX_SHEET_ROWS = 1 << 20  # Excel's
-PLAIN_FORMATS = ("General", "0", "@")  # of a number: its digits and nothing else
+PLAIN_FORMATS = ("General", "0", "@")  # of a number: only its digits
 AS_CSV = "save the sheet as CSV UTF-8"
 OF_A_WRONG_VALUE = (
     ArithmeticError,
@@ -37,10 +37,10 @@ OF_A_WRONG_VALUE = (
 
 
 def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRecord]:
-    """Yield the records of a table, each with the line on which it begins.
+    """Yield the records of a table, each with the line on which it starts.
 
-    If commas are expected, the delimiter is the one of OTHER_DELIMITERS that the first line
-    has, if it has more of them than commas. Raises DataError.
+    If commas are expected, the delimiter is the one of OTHER_DELIMITERS of which the first line
+    has more than commas. Raises DataError.
     """
     csv.field_size_limit(MAX_FIELD_CHARACTERS)
     first_line = text.readline(MAX_FIELD_CHARACTERS)
@@ -58,7 +58,7 @@ def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRe
         lines.row_characters = 0
         try:
             fields = next(reader, None)
-        except csv.Error as error:  # nobody can tell where the next row begins
+        except csv.Error as error:  # the start of the next row is unknown
             reason = f"not valid CSV: {error}"
             is_long = "larger" in str(error)
             if is_long or "unexpected end" in str(error):
@@ -95,7 +95,7 @@ class _Lines(Iterator[str]):
 
 
 def _find_delimiter(first_line: str) -> str:
-    """Return the delimiter by which the first line has the most fields; a comma before others."""
+    """Return the delimiter by which the first line has the most fields; a comma is preferred."""
 
     fields = {
         delimiter: next(csv.reader([first_line], delimiter=delimiter), [])
@@ -107,7 +107,7 @@ def _find_delimiter(first_line: str) -> str:
 def name_columns(where: str, names: list[str]) -> list[str]:
     """Return the names of columns, without empty ones at the end; `where` begins errors.
 
-    A first column without a name, as pandas writes its index, is called as pandas calls it.
+    A first column without a name, as pandas writes its index, gets the name that pandas uses.
     """
     names = list(names)
     while names and not names[-1].strip():
@@ -142,7 +142,7 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
         raw = row_text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         return UnreadableRecord("not UTF-8; save the file as UTF-8", raw)
     while len(fields) > len(header) and not fields[-1].strip():
-        fields.pop()  # empty columns after the last that has a name
+        fields.pop()  # empty columns after the last named one
     if len(fields) != len(header):
         reason = (
             f"{len(fields)} fields, and the first line names {len(header)} columns; "
@@ -153,7 +153,7 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
 
 
 def read_sheet(path: Path) -> Iterator[NumberedRecord]:
-    """Yield the rows of a workbook's only sheet. Whole numbers become texts as they are shown.
+    """Yield the rows of a workbook's only sheet. Integers become texts as they are displayed.
 
     Raises: DataError for a damaged file or several sheets.
     """
@@ -183,7 +183,7 @@ def read_sheet(path: Path) -> Iterator[NumberedRecord]:
 
 def _read_cells(path: Path, file_bytes: int) -> Iterator[tuple[Any, ...]]:
     """Yield the cells of each row. Raises: as `read_sheet`."""
-    from openpyxl import load_workbook  # it takes a while
+    from openpyxl import load_workbook  # it takes a while to load
 
     try:
         with zipfile.ZipFile(path) as parts:
@@ -208,9 +208,9 @@ def _read_cells(path: Path, file_bytes: int) -> Iterator[tuple[Any, ...]]:
 
 
 def _as_shown(cell: Any) -> Any:
-    """Return a cell's value, a whole number as text if the sheet shows its plain digits.
+    """Return a cell's value; an integer as text if the sheet shows its plain digits.
 
-    Under another number format (0007, 12 EUR, 100 %) it stays a number, which no text accepts.
+    With another number format (0007, 12 EUR, 100 %) it stays a number, which no text accepts.
     """
     is_plain = type(cell.value) is int and cell.number_format in PLAIN_FORMATS
     return str(cell.value) if is_plain else cell.value

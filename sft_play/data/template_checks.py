@@ -1,11 +1,11 @@
-"""What a chat template leaves out of a conversation, or changes. Tokenizes nothing.
+"""Check what a chat template omits from a conversation, or changes. Tokenizes nothing.
 
-A row's messages are looked for in its text. Its tools and calls are not: a number, a null
-or a city may stand in a text by chance. So the template writes a conversation whose every place has
-a word that no template writes by itself, once for each kind of place that rows have.
+A row's messages are searched in its text. Its tools and calls are not, because a number, a null
+or a city may be in a text by chance. Instead, the template writes a test conversation with a
+unique word in each place, once for each kind of place in the rows.
 
-Conversations may begin with an answer, which carries no loss. Some templates refuse it or leave it
-out (Mistral, Gemma, Llama 2): under these it is left out of the row. The ledger counts both.
+Conversations may start with an answer, which carries no loss. Some templates refuse it or omit it
+(Mistral, Gemma, Llama 2): with these it is removed from the row. The ledger counts both.
 """
 
 import functools
@@ -30,10 +30,10 @@ GREETING = Message("assistant", "Zq1Greeting")
 BESIDE = "Zq1Beside"  # words next to a call
 THOUGHT = "Zq1Thought"
 RESULTS = ("Zq1Result", "Zq2Result")
-CALL_IDS = ("Zq1Call00", "Zq2Call00")  # of nine letters and digits, as Mistral wants them
+CALL_IDS = ("Zq1Call00", "Zq2Call00")  # of nine letters and digits, as Mistral requires
 NAMES = ("zq1_function", "zq2_function")
-MOST_CALLS = 2  # more are written as the second is, or not
-MOST_KINDS = 1000  # of calls that are remembered, of all templates
+MOST_CALLS = 2  # further calls are written like the second one, or not
+MOST_KINDS = 1000  # of calls that are cached, over all templates
 TOOL = {
     "type": "function",
     "function": {
@@ -54,14 +54,14 @@ TOOL = {
         },
     },
 }
-# Keys of tools: the words that stand there
+# Keys of tools: the test words in their places
 TOOL_WORDS = {
     "description": ("Zq1Description",),
     "properties": ("zq1_key", "zq2_key", "zq3_key", "zq4_key"),
     "enum": ("Zq1Choice",),
     "default": ("Zq1Default",),
 }
-# Types of arguments, and whether they are true: a value of call 1 or 2, how it may be written
+# Types of arguments: (is it true, value of call 1 or 2, possible spelling)
 ARGUMENTS = {
     ("str", True): ('"Zq{0}Text"', "Zq{0}Text"),
     ("str", False): ('""', r"""["'`]{{2}}|></|<\|"\|><\|"\|>"""),
@@ -77,27 +77,27 @@ ARGUMENTS = {
 
 
 class CallKind(NamedTuple):
-    """What the calls of a message are like."""
+    """The features of a message's calls."""
 
     calls: int
     arguments: tuple[tuple[str, bool], ...]  # keys of ARGUMENTS, sorted
     has_content: bool
     has_reasoning: bool
-    results: int = 0  # that follow
+    results: int = 0  # number of results that follow
 
 
 def check_prompt(messages: Sequence[Message], prompt: str) -> None:
     """Raise RenderError unless the prompt has every message's content.
 
     Whitespace around a content does not count. Of earlier answers only the part after the reasoning
-    is required, since templates leave reasoning out of the history. Earlier tool calls may be
-    written in any way.
+    is required, since templates omit reasoning from the history. Earlier tool calls may have any
+    format.
     """
     position = 0
     for index, message in enumerate(messages):
         if message.tool_calls:
             continue
-        # Messages must be found in order, so that a question asked twice is written twice. But
+        # Messages must be found in order, so that a repeated question is written twice. But
         # Mistral's template puts the system message into the last question.
         start = 0 if message.role == "system" else position
         for text in message.texts if message.images else (message.content,):
@@ -117,7 +117,7 @@ def check_prompt(messages: Sequence[Message], prompt: str) -> None:
 
 
 def _other_form(message: Message, text: str) -> str:
-    """Return how else a prompt may have a text of a message."""
+    """Return the other form that a message's text may have in a prompt."""
     if message.role == "assistant":
         return split_reasoning(message).answer.strip()
     # Llama 3 and gpt-oss write the answer of a tool as JSON
@@ -130,9 +130,9 @@ def check_answer(
     """Raise RenderError unless an answer's text is its message, which errors call `where`.
 
     The text is what the template writes from the end of the prompt to the stop token, and `after`
-    what follows that. A template may write something before the content (an empty think block, the
-    name of a channel), which the model learns to write; between the content and the stop token
-    there may be only `ending`, or tool calls.
+    is what follows it. A template may write something before the content (an empty think block, the
+    name of a channel), which the model learns to write. Between the content and the stop token
+    only `ending` or tool calls are allowed.
     """
     reasoning = (message.reasoning or "").strip()
     if reasoning not in text:
@@ -190,7 +190,7 @@ def _check_words_of_calls(text: str, message: Message, where: str) -> None:
 
 
 def json_characters(text: str) -> str:
-    """Return a text as JSON has it between its quotes."""
+    """Return a text escaped as in a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
@@ -213,9 +213,9 @@ def _writes_greeting(template: ChatTemplate, has_system: bool) -> bool:
 
 
 def describe_losses(template: ChatTemplate, row: Row, trained: Sequence[int]) -> Notes:
-    """Return what a template leaves out of a row, as sentences.
+    """Return what a template omits from a row, as sentences.
 
-    `trained` are the answers that carry loss; those are refused if a part of them is lost.
+    `trained` are the answers that carry loss; they are refused if a part of them is lost.
     """
     notes: dict[str, None] = {}
     if row.tools:
@@ -237,7 +237,7 @@ def describe_losses(template: ChatTemplate, row: Row, trained: Sequence[int]) ->
 
 
 def check_calls(template: ChatTemplate, message: Message, where: str) -> None:
-    """Raise RenderError if a template leaves out a part of the calls of an answer."""
+    """Raise RenderError if a template omits a part of the calls of an answer."""
     lost = _lost_in_answer(template, _kind_of_calls([message]))
     if lost:
         raise RenderError(
@@ -247,7 +247,7 @@ def check_calls(template: ChatTemplate, message: Message, where: str) -> None:
 
 @functools.lru_cache(MOST_KINDS)
 def _lost_of_tools(template: ChatTemplate, has_system: bool) -> frozenset[str] | None:
-    """Return the places of tools that are left out, None if all tools are left out."""
+    """Return the parts of tools that are omitted, None if all tools are omitted."""
     try:
         asked = template_messages([SYSTEM] * has_system + [QUESTION])
         text = template.render_prompt(asked, [TOOL])
@@ -262,7 +262,7 @@ def _lost_of_tools(template: ChatTemplate, has_system: bool) -> frozenset[str] |
 
 @functools.lru_cache(MOST_KINDS)
 def _lost_in_answer(template: ChatTemplate, kind: CallKind) -> str | None:
-    """Return the first part of an answer's calls that is left out, None if none is."""
+    """Return the first omitted part of an answer's calls, None if nothing is omitted."""
     try:
         messages = template_messages([QUESTION, _probe(kind)])
         prompt, text = template.render_both(messages, [TOOL])
@@ -273,7 +273,7 @@ def _lost_in_answer(template: ChatTemplate, kind: CallKind) -> str | None:
 
 @functools.lru_cache(MOST_KINDS)
 def _lost_in_history(template: ChatTemplate, kind: CallKind) -> Notes:
-    """Return the parts of a call and its results that the prompt of the next answer lacks."""
+    """Return the parts of a call and its results that are missing in the next answer's prompt."""
     results = [
         Message("tool", word, name=name, tool_call_id=id_)
         for word, name, id_ in zip(RESULTS, NAMES, CALL_IDS, strict=True)
@@ -295,7 +295,7 @@ def _lost_in_history(template: ChatTemplate, kind: CallKind) -> Notes:
 
 
 def _probe(kind: CallKind) -> Message:
-    """Return an answer with calls of a kind, with words for the test."""
+    """Return an answer with calls of a kind, with test words."""
     calls = []
     for number in range(1, kind.calls + 1):
         arguments = {
@@ -309,7 +309,7 @@ def _probe(kind: CallKind) -> Message:
 
 
 def _lost_calls(kind: CallKind, text: str) -> Iterator[str]:
-    """Yield the parts of a probe's calls that a text lacks."""
+    """Yield the parts of a probe's calls that are missing in a text."""
     for number in range(1, kind.calls + 1):
         found = text.find(NAMES[number - 1])
         if found < 0:
@@ -325,7 +325,7 @@ def _lost_calls(kind: CallKind, text: str) -> Iterator[str]:
 
 
 def _kind_of_calls(messages: Sequence[Message]) -> CallKind:
-    """Return what the calls of the first of some messages are like."""
+    """Return the features of the calls of the first message with calls."""
     message, *others = messages
     kinds = {
         (type(value).__name__, bool(value))

@@ -1,6 +1,6 @@
-"""Which chat template a model has, and the variables that become a part of it. Loads no torch.
+"""Find a model's chat template, and add variables to it. Loads no torch.
 
-Image-text models may have it only in the files of their processor, next to chat_template.jinja
+Image-text models may store it only in the files of their processor, next to chat_template.jinja
 and tokenizer_config.json, which transformers' tokenizers read.
 """
 
@@ -22,18 +22,18 @@ from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.model_folder import read_object
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What the template writes of the date: strftime_now("%d %b %Y")
+# How a template writes the date: strftime_now("%d %b %Y")
 CLOCK_CALL = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 CLOCK_NAME = "strftime_now"
 Template = str | dict[str, str]
 logger = logging.getLogger(__name__)
 FindFile = Callable[[str], Path | None]  # a file of the model by its name, None if it has none
-# Read in this order if the tokenizer's templates do not include the one that is asked for.
-# transformers forgets tokenizer_config.json's if additional_chat_templates/ has files.
+# Read in this order if the tokenizer's templates do not include the requested one.
+# transformers ignores the one in tokenizer_config.json if additional_chat_templates/ has files.
 FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
-# Templates of image-text models may take contents only as lists of parts, and leave strings out
-# without a word. This makes parts of strings, for the roles that need it. The line break ends the
-# tag, so that the template begins at the start of a line as before.
+# Templates of image-text models may accept contents only as lists of parts, and omit strings
+# silently. This converts strings to parts, for the roles that need it. The line break ends the
+# tag, so that the template still starts at the beginning of a line.
 AS_PARTS = (
     "{%% set parts = namespace(messages=[]) %%}{%% for message in messages %%}"
     "{%% if message.content is string and message.role in %s %%}"
@@ -42,7 +42,7 @@ AS_PARTS = (
     "{%% set messages = parts.messages %%}\n"
 )
 ROLES = (("user", "tool"), ("assistant",), ("system",))
-# what a template is tried with; the second one is for templates without system messages
+# test conversations for a template; the second one is for templates without system messages
 TRIED = tuple(
     [{"role": role, "content": f"text of {role}"} for role in roles]
     for roles in (("system", "user", "assistant"), ("user", "assistant"))
@@ -52,8 +52,8 @@ TRIED = tuple(
 def with_variables(template: Template, model: ModelSection) -> Template:
     """Return a template, or several by name, with model.template_kwargs and a fixed date.
 
-    A value that is passed at use still wins.
-    Raises: ConfigError for a name or a date that cannot be one.
+    A value that is passed at inference takes precedence.
+    Raises: ConfigError for an invalid name or date.
     """
     if isinstance(template, dict):
         return {name: with_variables(text, model) for name, text in template.items()}
@@ -76,7 +76,7 @@ def _variables(values: Mapping[str, Any]) -> str:
 
 
 def _jinja(value: Any) -> str:
-    """Return a value as a literal of Jinja: JSON, but for null."""
+    """Return a value as a Jinja literal: JSON, except for null."""
     if isinstance(value, Mapping):
         pairs = (f"{json.dumps(str(key))}: {_jinja(inner)}" for key, inner in value.items())
         return f"{{{', '.join(pairs)}}}"
@@ -86,7 +86,7 @@ def _jinja(value: Any) -> str:
 
 
 def _clock(template: str, date: str) -> str:
-    """Return the macro that answers a template's questions for the date, "" if it asks none."""
+    """Return the macro that replaces a template's calls for the date, "" if there are none."""
     formats = dict.fromkeys(found[2] for found in CLOCK_CALL.finditer(template))
     if not formats or template.count(f"{CLOCK_NAME}(") != len(CLOCK_CALL.findall(template)):
         return ""
@@ -108,7 +108,7 @@ def find_template(
 ) -> Template:
     """Return the chat template that a run uses and saves, or several by name with a `default`.
 
-    `own` is what the tokenizer has: a text, several by name, a list of such, or None.
+    `own` is the tokenizer's template: a text, several by name, a list of these, or None.
     Raises: ConfigError for settings, EnvironmentFault for a damaged file, DataError for a template
     that does not end.
     """
@@ -184,9 +184,9 @@ def read_text(path: Path) -> str:
 
 
 def _taking_strings(template: Template, special_tokens: Mapping[str, str]) -> Template:
-    """Return a template, or several by name, that writes contents which are strings.
+    """Return a template, or several by name, that accepts contents which are strings.
 
-    One that loses texts whatever their form stays as it is.
+    A template that loses texts in any form is unchanged.
     """
     if isinstance(template, Mapping):
         return {name: _taking_strings(text, special_tokens) for name, text in template.items()}

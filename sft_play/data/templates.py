@@ -1,4 +1,4 @@
-"""What a tokenizer's chat template writes, and which tokens end an answer.
+"""Render a tokenizer's chat template, and find the tokens that end an answer.
 
 Templates are compiled here, without transformers, as transformers compiles them. Loads no torch;
 tokenizes nothing.
@@ -18,8 +18,8 @@ from sft_play.data.limits import TEMPLATE_REMEDY
 from sft_play.data.rows import ImageFile, Json, Message
 from sft_play.errors import DataError
 
-MAX_REFUSED = 1000  # characters of what a template says of a row
-MAX_CHARACTERS = 1 << 16  # the longest of a known model has 20,000
+MAX_REFUSED = 1000  # characters of a template's error message about a row
+MAX_CHARACTERS = 1 << 16  # the longest template of a known model has 20,000
 # Tokens that end an answer besides the tokenizer's eos: of ChatML, Llama 3 and 4, Gemma 2 to 4,
 # Phi, gpt-oss, Cohere, DeepSeek Coder, and Idefics and SmolVLM
 TURN_ENDS = tuple(
@@ -29,7 +29,7 @@ TURN_ENDS = tuple(
     """.split()
 )
 # For base models without a template: as ChatML, but in plain words, so that no token has to be
-# added. Base models that have a beginning-of-text token (Llama, Gemma) saw it before every text;
+# added. Base models with a beginning-of-text token (Llama, Gemma) saw it before every text;
 # for others it is empty.
 DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% if tools %}{{ '### Tools:\n' + tools | tojson + '\n\n' }}{% endif %}"
@@ -42,18 +42,18 @@ DEFAULT_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
-# Some templates write today's date. A run that starts before midnight, is resumed a day later and
-# is used in a month must see the same prompt. So their clock is fixed at the date that Llama 3.1's
-# template uses if it has no clock.
+# Some templates write today's date. A run that starts before midnight, resumes a day later and
+# is used in a month must see the same prompt. The clock is therefore fixed at the date that Llama
+# 3.1's template uses if it has no clock.
 CLOCK = datetime(2024, 7, 26)
-# What a template says that wants ids of calls
+# A template's error message that requires ids of calls
 WANTS_IDS = re.compile(r"(?i)\bids?\b|tool_call_id")
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # Qwen and GLM, gpt-oss, Solar
-# What transformers gives every template, in addition to the special tokens and Jinja's functions
+# What transformers passes to every template, in addition to special tokens and Jinja's functions
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
-# What the Python in a template may raise
+# Errors that the Python code in a template may raise
 PYTHON_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
-TOO_DEEP = (RecursionError, SyntaxError)  # Python compiles no blocks that deep
+TOO_DEEP = (RecursionError, SyntaxError)  # Python cannot compile blocks that are nested so deeply
 SPECIAL_TOKEN = re.compile(r"(?:bos|eos|pad|unk|sep|cls|mask)_token")
 
 
@@ -63,13 +63,13 @@ class RenderError(DataError):
 
 @functools.cache
 def _names_read(jinja: str) -> frozenset[str]:
-    """Return the names that a template reads and nothing in it sets first."""
+    """Return the names that a template reads without setting them first."""
     from jinja2 import TemplateError, nodes
 
     environment = _environment()
     try:
         tree = environment.parse(jinja)
-    except (TemplateError, RecursionError):  # rendering says what is wrong
+    except (TemplateError, RecursionError):  # rendering reports the error
         return frozenset()
     read: set[str] = set()
     macros = {macro.name for macro in tree.find_all(nodes.Macro)}
@@ -78,7 +78,7 @@ def _names_read(jinja: str) -> frozenset[str]:
 
 
 def _collect_read(body: Sequence[Any], known: set[str], read: set[str]) -> None:
-    """Add the names that statements read before they are set; those set are `known` afterwards."""
+    """Add names that are read before they are set; `known` is extended by those set."""
     from jinja2 import nodes
 
     def add(*parts: Any) -> None:
@@ -121,10 +121,10 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any):
         default = None if tokenizer.chat_template else DEFAULT_TEMPLATE
         self.jinja: str = tokenizer.get_chat_template(default, tools=None)
-        # some tokenizers have a second template, for conversations with tools
+        # some tokenizers have a second template for conversations with tools
         self._with_tools = tokenizer.get_chat_template(default, tools=[{}])
         self._variables = dict(tokenizer.special_tokens_map)
-        self.row_names: frozenset[str] = frozenset()  # of variables that a row gives
+        self.row_names: frozenset[str] = frozenset()  # of variables in a row
 
     def with_variables(self, values: Mapping[str, Any]) -> Self:
         """Return the template with other values of some of its variables."""
@@ -143,11 +143,11 @@ class ChatTemplate:
 
     @property
     def variables_read(self) -> frozenset[str]:
-        """The names of the variables that the template reads, besides those of every template."""
+        """The names of the variables that the template reads, except those of every template."""
         return (_names_read(self.jinja) | _names_read(self._with_tools)) - ALWAYS_GIVEN
 
     def render_prompt(self, messages: list[Json], tools: Sequence[Json] = ()) -> str:
-        """Return the text that asks the model for the next answer. Raises RenderError."""
+        """Return the prompt text for the model's next answer. Raises RenderError."""
         return self.render_conversation(messages, tools, is_prompt=True)
 
     def render_conversation(
@@ -171,15 +171,15 @@ class ChatTemplate:
         return write_images(text, messages) if has_images else text
 
     def render_both(self, messages: list[Json], tools: Sequence[Json] = ()) -> tuple[str, str]:
-        """Return the prompt that the last message answers, and the text with it."""
+        """Return the prompt that the last message answers, and the text including the answer."""
         prompt = self.render_conversation(messages[:-1], tools, is_prompt=True)
         return prompt, self.render_conversation(messages, tools)
 
 
 def write_images(written: str, messages: Sequence[Json]) -> str:
-    """Return what a template wrote with the text of each image in place of its token.
+    """Return a template's output with the text of each image in place of its token.
 
-    Raises: RenderError if the template leaves images out.
+    Raises: RenderError if the template omits images.
     """
     images: list[ImageFile] = []
     for message in messages:
@@ -199,7 +199,7 @@ def write_images(written: str, messages: Sequence[Json]) -> str:
 
 
 def template_text(tokenizer: Any) -> str:
-    """Return the chat template in force, several by name as JSON: the tokenizer's or ours."""
+    """Return the active chat template, several by name as JSON: the tokenizer's or ours."""
     own = tokenizer.chat_template or DEFAULT_TEMPLATE
     return own if isinstance(own, str) else json.dumps(own, sort_keys=True)
 
@@ -253,7 +253,7 @@ def list_strings(value: Any) -> list[str]:
 
 
 def _with_json_arguments(message: Json) -> Json:
-    """Return a message whose calls have their arguments as JSON text."""
+    """Return a message with the arguments of its calls as JSON text."""
     if "tool_calls" not in message:
         return message
     calls = []
@@ -271,9 +271,9 @@ def render_template(
     tools: Sequence[Json] = (),
     is_prompt: bool = False,
 ) -> str:
-    """Return what a template writes for messages; `variables` have the special tokens, too.
+    """Return a template's output for messages; `variables` include the special tokens.
 
-    Raises: RenderError if it refuses them, DataError for a template that may never end.
+    Raises: RenderError if the template refuses them, DataError for a template that may never end.
     """
     from jinja2 import TemplateError
 
@@ -316,18 +316,18 @@ def _compile(source: str) -> Any:
 
 @functools.cache
 def _environment() -> Any:
-    """Return an environment of Jinja like that of transformers, with a fixed clock."""
+    """Return a Jinja environment like that of transformers, with a fixed clock."""
     from jinja2 import TemplateError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Marks(Extension):
-        """transformers' `{% generation %}`, which marks what an assistant says; it is not read."""
+        """transformers' `{% generation %}`, which marks the assistant's text; it is ignored."""
 
         tags = {"generation"}  # noqa: RUF012 - as Jinja has it
 
         def parse(self, parser: Any) -> Any:
-            """Return what is between the marks, in a separate scope."""
+            """Return the nodes between the marks, in a separate scope."""
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)

@@ -1,7 +1,7 @@
 """The records of text files: JSONL, JSON and plain text. Loads no torch.
 
-JSON is strict: unique keys, UTF-8; NaN is read, and is a value like null. A text that is not UTF-8
-is refused with the encoding that it has and the command that converts it.
+JSON is strict: unique keys, UTF-8; NaN is read like null. A text that is not UTF-8
+is refused with its encoding and the command that converts it.
 """
 
 import codecs
@@ -18,7 +18,7 @@ from typing import IO, Any
 from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord, shorten
 from sft_play.errors import DataError
 
-MAX_LINE_BYTES = 16 << 20  # some four million tokens; parsed, it may take 30 times as much
+MAX_LINE_BYTES = 16 << 20  # about four million tokens; parsed, it may need 30 times as much
 SAMPLED_BYTES = 64 << 10  # of a line
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 END_OF_DOCUMENT = b"<|endoftext|>"  # on its own line of a .txt file, as in TinyStories
@@ -38,13 +38,13 @@ WIDE_ENCODINGS = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-# What the bytes above 127 of Windows and Latin-1 files mostly are in texts of western Europe
+# Typical bytes above 127 of Windows and Latin-1 files in texts of western Europe
 WESTERN = frozenset("äöüßÄÖÜéèêëàâáçñóòôõíìîïúùûåøæœÉÀÅØÆÇÑŒ‘’“”„–—…•€£°§«»·¿¡ºª\xa0")
 WESTERN_SHARE = 0.95
-SAMPLED_LINES = 1000  # that are not ASCII
-CHANCE_SHARE = 0.05  # of lines of another encoding that may be UTF-8 as well
-LEAST_BYTES = 8  # beyond ASCII, of which charset_normalizer can tell an encoding
-SPLITS = {  # a word in the name of a file, a folder or a list: the split that it is of
+SAMPLED_LINES = 1000  # lines that are not ASCII
+CHANCE_SHARE = 0.05  # of lines in another encoding that may also be valid UTF-8
+LEAST_BYTES = 8  # non-ASCII bytes that charset_normalizer needs to detect an encoding
+SPLITS = {  # a word in the name of a file, a folder or a list: its split
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
@@ -78,7 +78,7 @@ def parse_json(data: bytes | str) -> Any:
 
 
 def parse_json_line(line: bytes) -> Json | UnreadableRecord:
-    """Return the object that a line of JSONL has, or why it has none."""
+    """Return the object in a line of JSONL, or why there is none."""
     try:
         record = parse_json(line.rstrip(b"\r\n"))
         if isinstance(record, dict):
@@ -94,7 +94,7 @@ def parse_json_line(line: bytes) -> Json | UnreadableRecord:
 
 
 def split_of(name: str) -> str | None:
-    """Return the split that a name says, None if it says none.
+    """Return the split in a name, None if there is none.
 
     >>> split_of("train-00000-of-00001"), split_of("my_dev"), split_of("trainer"), split_of("a")
     ('train', 'validation', None, None)
@@ -104,7 +104,7 @@ def split_of(name: str) -> str | None:
 
 
 def read_lines(path: Path, stream: IO[bytes], is_json: bool = True) -> Iterator[NumberedRecord]:
-    """Yield the lines of a file, undecoded, but for blank ones. Raises DataError."""
+    """Yield the lines of a file, undecoded, without blank ones. Raises DataError."""
     is_first = is_json
     for number in count(1):
         line = stream.readline(MAX_LINE_BYTES)
@@ -129,7 +129,7 @@ def read_lines(path: Path, stream: IO[bytes], is_json: bool = True) -> Iterator[
 
 
 def without_long_lines(path: Path) -> str:
-    """Return how to split a file's long lines, or to leave them out."""
+    """Return how to split a file's long lines, or to drop them."""
     reader, source = READERS.get(path.suffix, "cat"), shlex.quote(str(path))
     command = f"{reader} {source} | LC_ALL=C awk 'length < {MAX_LINE_BYTES}' > shorter.jsonl"
     return f"split longer ones, or leave them out: {command}"
@@ -138,9 +138,9 @@ def without_long_lines(path: Path) -> str:
 def read_documents(
     path: Path, stream: IO[bytes], line_by_line: bool = False
 ) -> Iterator[NumberedRecord]:
-    """Yield the text of a file, or its parts between lines of only END_OF_DOCUMENT, or its lines.
+    """Yield the text of a file, or its parts between END_OF_DOCUMENT lines, or its lines.
 
-    One of more than MAX_LINE_BYTES is several. Raises DataError.
+    A part of more than MAX_LINE_BYTES is split. Raises DataError.
     """
     lines: list[bytes] = []
     first_line, size = 1, 0
@@ -178,7 +178,7 @@ def read_document(data: bytes, first_line: int) -> Json | UnreadableRecord:
 
 
 def split_columns(value: Json) -> Any:
-    """Return an object for each place of the lists of an object; other values as they are."""
+    """Return one object per index of the lists in an object; other values are unchanged."""
     columns = list(value.values())
     if len(columns) < 2 or not all(isinstance(column, list) for column in columns):
         return value
@@ -188,7 +188,7 @@ def split_columns(value: Json) -> Any:
 
 
 def explain(error: ValueError | RecursionError) -> str:
-    """Return why a text is no JSON."""
+    """Return why a text is not JSON."""
     match error:
         case UnicodeDecodeError():
             return f"not UTF-8 at byte {error.start}; save the file as UTF-8"
@@ -210,7 +210,7 @@ def explain(error: ValueError | RecursionError) -> str:
 
 
 def refuse_wide_encoding(path: Path, first_bytes: bytes) -> None:
-    """Raise DataError for a text in UTF-16 or UTF-32, which its byte order mark tells."""
+    """Raise DataError for a text in UTF-16 or UTF-32, by its byte order mark."""
     for mark, encoding in WIDE_ENCODINGS.items():
         if first_bytes.startswith(mark):
             raise DataError(
@@ -219,7 +219,7 @@ def refuse_wide_encoding(path: Path, first_bytes: bytes) -> None:
 
 
 def conversion_hint(path: Path, stream: IO[bytes]) -> str:
-    """Return which encoding a text has that is not UTF-8, and how to convert it; "" if unknown."""
+    """Return the encoding of a text that is not UTF-8, and how to convert it; "" if unknown."""
     every = iter(partial(stream.readline, SAMPLED_BYTES), b"")
     lines = list(islice((line for line in every if not line.isascii()), SAMPLED_LINES))
     in_utf8 = sum(line.decode("utf-8", "ignore").encode() == line for line in lines)

@@ -1,14 +1,14 @@
-"""Reasoning before an answer: where a row has it, and how a chat template takes it.
+"""Reasoning before an answer: its place in a row, and how a chat template handles it.
 
-A row has it as a field of the message, or within the content, after marks such as <think>. A
-template takes it as a field, as a part of the content (Mistral), only between marks that it writes
-itself, or knows none at all: then it is written into the content, as most sets have it.
+A row has it as a field of the message, or within the content, after marks like <think>. A
+template reads it as a field, as a part of the content (Mistral), only between marks that it writes
+itself, or not at all. In the last case it is written into the content, as in most data sets.
 
 Some templates end the prompt inside a think block (DeepSeek R1's distills, Nemotron 3, Qwen 3.5):
-the model is to write its reasoning, close the block and answer. Others end it after an empty block
-(Gemma 4, DeepSeek V3.2 without thinking). Not all of them write such an answer in a conversation;
-then its text is put together here: the prompt, the reasoning, the end of the block, and the answer
-as the template writes it.
+the model has to write its reasoning, close the block and answer. Others end it after an empty block
+(Gemma 4, DeepSeek V3.2 without thinking). Not all of them can write such an answer in a
+conversation. In this case the text is composed here: the prompt, the reasoning, the end of the
+block, and the answer as the template writes it.
 """
 
 import re
@@ -21,10 +21,10 @@ from sft_play.data.templates import REASONING_FIELDS, ChatTemplate, RenderError
 
 Reasoning = Literal["keep", "drop", "empty"]  # data.reasoning
 THOUGHT_END = "</think>"
-# The end of reasoning whose beginning is in the prompt of who wrote it, as DeepSeek R1's is
+# The end of reasoning that started in its author's prompt, as in DeepSeek R1's
 ENDED_THOUGHT = re.compile(r"</think>[ \t]*\n[ \t]*\n+")
 CODE_FENCE = "```"
-PROBE = "Reasoning1Of1"  # words that no template writes by itself
+PROBE = "Reasoning1Of1"  # words that no template contains
 PROBE_ANSWER = "Answer1Of1"
 QUESTION = {"role": "user", "content": "Question1Of1"}
 AS_CONTENT = (
@@ -42,14 +42,14 @@ AS_IT_STANDS = (
 
 
 class Thought(NamedTuple):
-    """An answer's reasoning, and the answer itself."""
+    """An answer's reasoning, and the answer without it."""
 
     reasoning: str
     answer: str
 
 
 class Block(NamedTuple):
-    """The marks of a think block, and how one usually begins and ends."""
+    """The marks of a think block, and its usual start and end."""
 
     opened: str
     closed: str
@@ -75,13 +75,13 @@ BLOCKS = (
 OPENED = tuple(block.opened for block in BLOCKS)
 CLOSED = tuple(block.closed for block in BLOCKS)
 _any_closed = re.compile("|".join(map(re.escape, CLOSED)))
-SWITCHES = ("enable_thinking", "thinking")  # variables that let the model think, or not
+SWITCHES = ("enable_thinking", "thinking")  # variables that turn thinking on or off
 
 
 def find_thought(content: str) -> Thought | None:
-    """Return the reasoning with which a content begins and its answer, None if it has none.
+    """Return the reasoning at the start of a content and its answer; None if it has none.
 
-    An answer that quotes the marks, in words or in code, has none.
+    An answer that quotes the marks, in words or in code, has no reasoning.
     """
     begun = content.lstrip()
     for block in BLOCKS:
@@ -96,7 +96,7 @@ def find_thought(content: str) -> Thought | None:
 
 
 def split_reasoning(message: Message) -> Thought:
-    """Return an answer's reasoning, also if its content has it, and the answer itself."""
+    """Return an answer's reasoning, also from its content, and the answer without it."""
     given = Thought((message.reasoning or "").strip(), message.content)
     thought = find_thought(message.content) if _any_closed.search(message.content) else None
     if thought and message.reasoning is not None and thought.reasoning != given.reasoning:
@@ -106,7 +106,7 @@ def split_reasoning(message: Message) -> Thought:
 
 @dataclass(frozen=True)
 class AskedAnswer:
-    """An answer: its row, its prompt, and the text of the conversation up to and including it."""
+    """An answer: its row, its prompt, and the text of the conversation including the answer."""
 
     row: Row
     messages: list[Json]  # of the row, as templates read them
@@ -119,17 +119,17 @@ class AskedAnswer:
         return (self.row.messages[self.index].reasoning or "").strip()
 
     def render(self, template: ChatTemplate, **changes: str) -> tuple[str, str]:
-        """Return prompt and text under a template, with other fields of the answer."""
+        """Return prompt and text under a template, with changed fields of the answer."""
         answer = {**self.messages[self.index], **changes}
         return template.render_both([*self.messages[: self.index], answer], self.row.tools)
 
 
 class _Form(NamedTuple):
-    """How a template takes reasoning."""
+    """How a template handles reasoning."""
 
     kind: Literal["field", "content", "marks"]
     block: Block = THINK
-    takes_content: bool = False  # it writes reasoning within a content as it stands
+    takes_content: bool = False  # it writes reasoning within a content unchanged
 
 
 class ThoughtPolicy:
@@ -140,9 +140,9 @@ class ThoughtPolicy:
         self._reasoning = reasoning
 
     def apply(self, row: Row) -> tuple[Row, Notes]:
-        """Return a row with its reasoning if the template takes it, and what to say of it.
+        """Return a row with its reasoning if the template supports it, and notes.
 
-        Under `drop` there is none.
+        Under `drop` the reasoning is removed.
         """
         messages = list(row.messages)
         notes: dict[str, None] = {}
@@ -168,7 +168,7 @@ class ThoughtPolicy:
         return row, tuple(notes)
 
     def _move(self, message: Message, thought: Thought) -> Message:
-        """Return an answer with its reasoning as the template takes it."""
+        """Return an answer with its reasoning in the place that the template reads."""
         is_inside = thought.answer != message.content
         if message.reasoning is None and not is_inside:  # it quotes the marks of reasoning
             return replace(message, reasoning="")
@@ -185,7 +185,7 @@ class ThoughtPolicy:
 
     @cached_property
     def _form(self) -> _Form:
-        """How the template treats reasoning, tried with test words."""
+        """How the template handles reasoning, determined with test words."""
         fields = dict.fromkeys(REASONING_FIELDS, PROBE)
         inside = THINK.write(PROBE) + PROBE_ANSWER
         contents: list[Json] = [{"content": PROBE_ANSWER}, {"content": inside}]
@@ -272,7 +272,7 @@ class ThoughtPolicy:
             )
 
     def _find_switch(self, on: bool, asked: AskedAnswer) -> str | None:
-        """Return the setting by which the model thinks, or does not; None if none is found."""
+        """Return the setting that turns thinking on or off, None if there is none."""
         for name in SWITCHES:
             if name not in self._template.variables_read - self._template.row_names:
                 continue
@@ -288,7 +288,7 @@ class ThoughtPolicy:
         return None
 
     def _find_block_end(self, block: Block, asked: AskedAnswer) -> str:
-        """Return how the template ends a think block, tried with test words."""
+        """Return how the template ends a think block, determined with test words."""
         words = f"Answer{PROBE}"
         prompt, text = asked.render(self._template, content=words, reasoning_content=PROBE)
         after = text[len(prompt) :].partition(PROBE)[2]

@@ -1,4 +1,4 @@
-"""Tokenizes the rows of sources into stores, on all cores.
+"""Tokenize the rows of sources into stores, on all cores.
 
 The parent process reads chunks of raw records and appends arrays to the store; worker processes
 parse, render and tokenize. Memory does not grow with the rows. Loads no torch.
@@ -52,12 +52,12 @@ from sft_play.runs.folder import cache_folder
 
 logger = logging.getLogger(__name__)
 
-MIN_PARALLEL_BYTES = 2 << 20  # of files; below it, starting processes takes longer than the work
+MIN_PARALLEL_BYTES = 2 << 20  # of files; for less, starting processes takes longer than the work
 MAX_PROCESSES = 32
-IMAGE_ROWS = 32  # of a chunk: to decode an image takes as long as to tokenize fifty rows
-CHUNKS_IN_FLIGHT = 3  # for each process
+IMAGE_ROWS = 32  # of a chunk: decoding an image takes as long as tokenizing fifty rows
+CHUNKS_IN_FLIGHT = 3  # per process
 CHECKED_ROWS = 2000  # most mistakes show in these; after them, a bad row ends the reading at once
-# Of data. What is done with every row is a part of the cache's key.
+# Settings of data that change every row. They are part of the cache key.
 ROW_SETTINGS = {
     *("too_long", "train_on", "reasoning", "special_tokens_in_text"),
     *("system_prompt", "system_prompt_mode", "on_bad_row", "image_min_pixels"),
@@ -71,9 +71,9 @@ def tokenize_sources(
     tokenizer: Any,
     account: DataAccount | None = None,
 ) -> TokenizedSplits:
-    """Return every source with the folder of its samples; tokenizes what the cache lacks.
+    """Return every source with the folder of its samples; tokenize sources missing in the cache.
 
-    What was read is entered in the account. Raises: DataError, OutOfMemory.
+    The rows read are recorded in the account. Raises: DataError, OutOfMemory.
     """
     account = account or DataAccount()
     for split, sources in found.items():
@@ -88,7 +88,7 @@ def tokenize_sources(
         for source in sources:
             section = source.section
             named = (split, source.name, len(source.files))
-            account.tallies[named] = tally = Tally()  # grows with what is read
+            account.tallies[named] = tally = Tally()  # counts rows as they are read
             before = source.states()
             files_digest = digest_source(source)
             key_facts = {
@@ -130,9 +130,9 @@ def _get_store(
     build: Callable[[Path], None],
     check: Callable[[], None],
 ) -> Path:
-    """Return the folder of a source's samples, of its images as they are now.
+    """Return the folder of a source's samples with the current images.
 
-    Those of what the images were stay: another run may train on them.
+    Samples of earlier images are kept: another run may train on them.
     """
     folders = image_folders(source)
     while True:
@@ -148,7 +148,7 @@ def _get_store(
 
 
 def image_folders(source: Source) -> list[str]:
-    """Return where paths of images in its files begin."""
+    """Return the base folders of relative image paths in its files."""
     return sorted({os.path.abspath(path.parent) for path in source.files})
 
 
@@ -183,7 +183,7 @@ def build_store(
         tally.rows_in = tally.dropped["not_chosen"] = rows - len(chosen)
         tasks = take_rows(tasks, chosen)
     first = next(tasks)
-    # the processor is loaded before processes begin, which share it
+    # load the processor before the processes start, which share it
     shows_images = find_images(first, config) and tokenize.processor.reads_images
     processes = count_processes(source.file_bytes, shows_images)
     tasks = _prepare_tasks(chain([first], tasks), shows_images, group_by)
@@ -202,7 +202,7 @@ def build_store(
             del long_rows[MAX_LISTED_ROWS:]
             for row in done.bad_rows:
                 bad.add(row)
-                # without the name of the file, so that a moved one finds its cache entry
+                # without the file's name, so that a moved file finds its cache entry
                 place = row.origin.removeprefix(files[done.file])
                 facts = {"file": done.file, "place": place, "reason": row.reason, "row": row.raw}
                 bad_rows.write(json.dumps(facts, ensure_ascii=False) + "\n")
@@ -215,9 +215,9 @@ def build_store(
 
 
 def choose_rows(source: Source, seed: int) -> tuple[int, np.ndarray]:
-    """Return how many rows a source has, and the sorted positions of those that its section takes.
+    """Return a source's number of rows, and the sorted positions of those in its section.
 
-    Raises: DataError if it takes more than there are, or none.
+    Raises: DataError if the section has more rows than there are, or none.
     """
     total = sum(len(chunk.records) for path in source.files for chunk in read_chunks(path))
     start, stop = source.bounds(total)
@@ -233,11 +233,11 @@ def choose_rows(source: Source, seed: int) -> tuple[int, np.ndarray]:
 
 
 def find_images(task: ChunkTask, config: Config) -> bool:
-    """Return whether the first rows, of many, name files of images, which take long to check."""
+    """Return whether the first of many rows name image files, which take long to check."""
     if len(task.chunk.records) < IMAGE_ROWS:
         return False
     prompt = SystemPrompt.from_config(config, decodes=False)
-    # which enters the images
+    # this records the images
     list(parse_record_rows(task.chunk.take(range(IMAGE_ROWS)), task.row_format, prompt))
     return bool(prompt.images.states)
 
@@ -252,7 +252,7 @@ def count_processes(file_bytes: int, shows_images: bool = False) -> int:
 def _prepare_tasks(
     tasks: Iterable[ChunkTask], shows_images: bool, group_by: str | None
 ) -> Iterator[ChunkTask]:
-    """Yield tasks of as many rows as a process takes at once, grouped by a column."""
+    """Yield tasks with the number of rows for one process, grouped by a column."""
     most_rows = IMAGE_ROWS if shows_images else ROWS_PER_CHUNK
     for task in tasks:
         rows = len(task.chunk.records)
@@ -269,11 +269,11 @@ _tokenize_chunk: Callable[[ChunkTask], TokenizedChunk]  # of a worker process
 def _begin_worker(chunk_tokenizer: ChunkTokenizer) -> None:
     global _tokenize_chunk
     _tokenize_chunk = chunk_tokenizer
-    # the garbage collector neither scans nor copies what the parent had loaded: a tenth of the time
+    # the garbage collector neither scans nor copies the parent's objects: a tenth of the time
     gc.freeze()
     stops.leave_to_parent()
-    os.putenv("TOKENIZERS_PARALLELISM", "false")  # every core has a process already
-    if "torch" in sys.modules:  # of the model's processor of images
+    os.putenv("TOKENIZERS_PARALLELISM", "false")  # every core already has a process
+    if "torch" in sys.modules:  # imported by the model's image processor
         sys.modules["torch"].set_num_threads(1)
 
 
@@ -286,15 +286,15 @@ def tokenize_tasks(
 ) -> Iterator[TokenizedChunk]:
     """Yield the samples of each task, in the order of the tasks.
 
-    Raises: DataError for a row that takes more time or memory than any, OutOfMemory.
+    Raises: DataError for a row that exceeds the limits of time or memory, OutOfMemory.
     """
-    # by fork: a process starts with the tokenizer and its libraries loaded, and shares their memory
+    # fork: a process starts with the tokenizer and its libraries loaded, and shares their memory
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, context, _begin_worker, (chunk_tokenizer,)) as pool:
         in_flight: deque[tuple[ChunkTask, Future[TokenizedChunk]]] = deque()
         try:
             for task in tasks:
-                with stops.held():  # the first one starts the processes
+                with stops.held():  # the first task starts the processes
                     in_flight.append((task, pool.submit(_run_task, task)))
                 if len(in_flight) > CHUNKS_IN_FLIGHT * processes:
                     yield in_flight[0][1].result()
@@ -310,7 +310,7 @@ def tokenize_tasks(
                 "free some, or split the file"
             ) from None
         finally:
-            if in_flight:  # a task may take long, and the user does not wait for it
+            if in_flight:  # a task may take long, and the user should not wait
                 for process in multiprocessing.active_children():
                     process.kill()
             pool.shutdown(cancel_futures=True)

@@ -1,4 +1,4 @@
-"""The tokenizer of a run; if none can be loaded, what is wrong with its files.
+"""Load the tokenizer of a run; if that fails, explain what is wrong with its files.
 
 Separate from the weights, so that reading data imports no model class, adapters or quantization.
 transformers' AutoTokenizer itself imports torch.
@@ -33,26 +33,26 @@ from sft_play.plan.base_model import POINTER
 from sft_play.progress import Stage, watched
 from sft_play.runs.model_folder import read_object
 
-# Files with a vocabulary, of some models the only file and of others next to tokenizer_config.json
+# Vocabulary files: the only tokenizer file of some models, next to tokenizer_config.json in others
 FILES = (
     *("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "tekken.json"),
     *("vocab.json", "vocab.txt"),
 )
 NO_VOCABULARY = f"it has none of {', '.join(FILES)}; copy those of its base into the folder"
-# A file by this name may be of either package
+# A file with this name may belong to either package
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # base64 of a token, and its rank
 SENTENCEPIECE_START = b"\n"  # tag of a protobuf's first field
-WORD = "a"  # that every tokenizer reads at once
+WORD = "a"  # that every tokenizer can read
 MAX_TOKEN_CHARACTERS = 4096  # of an added token; every text is searched for it
 logger = logging.getLogger(__name__)
-# The special tokens of a converted tekken.json, which does not say what they are for
+# The special tokens of a converted tekken.json, which does not contain their roles
 TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
-# Read for an eos that tokenizer_config.json does not name
+# Files to search for an eos that tokenizer_config.json does not contain
 EOS_FILES = ("special_tokens_map.json", "generation_config.json", "config.json")
 
 
 def why_not_loaded(name: str, find: FindFile, error: Exception) -> str:
-    """Return why transformers loaded no tokenizer, and what to do.
+    """Return why transformers could not load a tokenizer, and what to do.
 
     `find` returns a file of the model, None if it has none.
     """
@@ -82,15 +82,15 @@ def why_not_loaded(name: str, find: FindFile, error: Exception) -> str:
             "base into tokenizer_config.json, such as GPT2Tokenizer"
         )
     reason = first_line(error)
-    if reason.endswith(":"):  # a list follows, with what is missing
+    if reason.endswith(":"):  # a list of missing things follows
         reason = text
-    if not isinstance(error, OSError | ValueError | ImportError):  # its text says little
+    if not isinstance(error, OSError | ValueError | ImportError):  # its text is not helpful
         reason = f"its files are not what transformers expects ({type(error).__name__}: {reason})"
     return f"{reason.removesuffix('.')}; correct its files, or get the model again"
 
 
 def _why_not_read(path: Path) -> str | None:
-    """Return what a file of a vocabulary needs before it can be read, None if nothing is known."""
+    """Return what a vocabulary file needs before it can be read, None if nothing is known."""
     with path.open("rb") as file:
         head = file.read(1000)
     if head.startswith(POINTER):
@@ -124,7 +124,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     if tokenizer.eos_token_id is None:
         _take_eos(tokenizer, model.name, find)
     if tokenizer.pad_token_id is None:
-        # padding is masked out everywhere, so any existing id will do
+        # padding is always masked, so any existing id is fine
         tokenizer.pad_token = tokenizer.eos_token
     # saved with the adapter, so that inference renders prompts as training did
     tokenizer.chat_template = find_template(
@@ -135,10 +135,10 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
-    """Add tokens that are never split; one of the vocabulary keeps its id.
+    """Add tokens that are never split; existing tokens keep their id.
 
-    Those that the chat template writes between turns are special: answers do not show them, and
-    messages cannot contain them. Any other, such as <tool>, is read and shown where it is written.
+    Tokens that the chat template writes between turns are special: answers do not show them, and
+    messages cannot contain them. Others, e.g. <tool>, are read and shown like text.
     """
     new = [token for token in tokens if token not in tokenizer.added_tokens_encoder]
     words = [token for token in new if token in tokenizer.get_vocab()]
@@ -162,7 +162,7 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
             model.name,
             revision=model.revision,
             trust_remote_code=model.trust_remote_code,
-            # else mistral-common, if it is installed, reads tekken.json with its own class
+            # otherwise mistral-common, if installed, reads tekken.json with its class
             # that has no offsets
             mistral_format=False,
         )
@@ -174,7 +174,7 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
     # The tokenizers library raises plain Exceptions, and transformers many kinds of them
     except Exception as error:
         known = of_os_error(error) if isinstance(error, OSError) else None
-        if known is not None:  # such as a full disk of the hub's cache
+        if known is not None:  # e.g. a full disk of the hub's cache
             raise known from error
         reason = why_not_loaded(model.name, find, error)
         raise EnvironmentFault(
@@ -186,7 +186,7 @@ def _load(model: ModelSection, find: FindFile) -> PreTrainedTokenizerBase:
             "answers' tokens needs; set MODEL_NAME to a copy that has a tokenizer.json"
         )
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        # transformers makes an empty tokenizer of some classes if there is no file
+        # for some classes transformers creates an empty tokenizer if there is no file
         raise EnvironmentFault(
             f"model.name={model.name}: no tokenizer could be loaded: {NO_VOCABULARY}"
         )
@@ -205,7 +205,7 @@ def _refuse_long_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def fetch_file(model: ModelSection, file: str) -> Path | None:
-    """Return a file of the model, fetched from the hub if it is not here, None if it has none."""
+    """Return a file of the model, downloaded if needed, None if it does not exist."""
     try:
         path = cached_file(
             model.name,
@@ -221,7 +221,7 @@ def fetch_file(model: ModelSection, file: str) -> Path | None:
 
 
 def _take_eos(tokenizer: PreTrainedTokenizerBase, name: str, find: FindFile) -> None:
-    """Make the eos that another file names the tokenizer's. Raises: EnvironmentFault."""
+    """Use the eos that another file names. Raises: EnvironmentFault."""
     for file in EOS_FILES:
         path = find(file)
         for token in _eos_tokens(read_object(path) if path else {}, tokenizer):
@@ -235,12 +235,12 @@ def _take_eos(tokenizer: PreTrainedTokenizerBase, name: str, find: FindFile) -> 
 
 
 def _eos_tokens(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the eos tokens that a file names, as text or by ids that the tokenizer has."""
+    """Yield the eos tokens in a file, as text or by ids that the tokenizer has."""
     token = values.get("eos_token")
     if token:
         yield token["content"] if isinstance(token, dict) else token
     ids = values.get("eos_token_id")
-    if ids is None:  # composite configs may have a null next to that of the text
+    if ids is None:  # composite configs may have a null next to the text part's value
         ids = (values.get("text_config") or {}).get("eos_token_id")
     for eos in ids if isinstance(ids, list) else [ids]:
         if isinstance(eos, int) and 0 <= eos < len(tokenizer):

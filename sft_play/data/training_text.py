@@ -1,11 +1,11 @@
-"""The texts that train a conversation's answers, and where each answer is. Tokenizes nothing.
+"""Build the texts that train a conversation's answers, and locate each answer. No tokenization.
 
 The *generation view* of an answer is what the template writes for the conversation up to and
-including it: first the prompt that the model is given at use, then what it is to write. Templates
-write some answers differently once the conversation continues: Qwen 3 and DeepSeek R1 leave the
-reasoning out of the history, gpt-oss ends the last answer with another token. So one row may
+including it: first the prompt of inference, then the text that the model has to write. Templates
+write some answers differently once the conversation continues: Qwen 3 and DeepSeek R1 omit the
+reasoning from the history, gpt-oss ends the last answer with another token. One row may therefore
 give several texts. Each answer is trained in a text that begins with its generation view, up to
-its stop token. `{% generation %}` marks of a template are not read.
+its stop token. `{% generation %}` marks of a template are ignored.
 """
 
 import contextlib
@@ -40,15 +40,15 @@ from sft_play.data.thoughts import THOUGHT_END, AskedAnswer, Reasoning, ThoughtP
 TrainOn = Literal["all", "last"]  # data.train_on
 IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' default
 # Longest conversation, in messages, that `_check_places` renders a second time: longer ones
-# continue as they began, and are costly to render
+# continue in the same way, and are expensive to render
 MAX_CHECKED_MESSAGES = 16
 WHITESPACE = re.compile(r"\s*")
 get_role = attrgetter("role")
 get_calls = attrgetter("tool_calls")
 get_images = attrgetter("images")
 is_trained = attrgetter("is_trained")
-INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # one blank is none
-MAX_VARIANTS = 64  # values of a template's variables whose checks are kept
+INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # a single blank does not count
+MAX_VARIANTS = 64  # values of a template's variables whose checks are cached
 TRIMMED = (
     "blanks and line breaks around a message are left out, as the chat template trims messages; "
     "an answer's indentation is trained"
@@ -63,10 +63,10 @@ class Answer:
     start: int  # where its prompt ends
     stop: int  # where its stop token begins
     end: int  # where its stop token ends
-    images: tuple[ImageFile, ...] = ()  # before it
+    images: tuple[ImageFile, ...] = ()  # before the answer
     # The end of its prompt, tokenized to check that the sample begins with the prompt's ids
     tail: str = ""
-    tail_token: int = 0  # at which the tail begins, in the tokens of the full text
+    tail_token: int = 0  # index of the tail's first token in the tokens of the full text
 
 
 @dataclass(slots=True)
@@ -77,11 +77,11 @@ class RenderedSample:
     labels: list[int]
     answer_start: int = 0  # first token of the last answer; 0: no prompt, as in plain text
     as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
-    weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each weighs 1
-    notes: Notes = field(default=(), repr=False)  # what becomes of its row otherwise
-    images: tuple[ImageFile, ...] = field(default=(), repr=False)  # that its ids stand for
-    text: str = field(default="", repr=False, compare=False)  # that its ids are made of
-    # Those that are trained in the text of a conversation, in their order
+    weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each is 1
+    notes: Notes = field(default=(), repr=False)  # changes to its row
+    images: tuple[ImageFile, ...] = field(default=(), repr=False)  # represented by its ids
+    text: str = field(default="", repr=False, compare=False)  # source text of its ids
+    # The trained answers in the text of a conversation, in order
     answers: list[Answer] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -91,7 +91,7 @@ class RenderedSample:
 
 
 class TrainingTextBuilder:
-    """Builds training texts by one tokenizer's template and stop tokens."""
+    """Builds training texts with one tokenizer's template and stop tokens."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class TrainingTextBuilder:
         self._whitespace_or_special = re.compile(rf"(?:\s|{any_special})*")
         # Kimi K3 closes an answer with <|close|>response<|sep|>: a word between special tokens
         self._ending = re.compile(rf"(?:\s|(?:{any_special})(?:\w+(?:{any_special}))?)*")
-        self._variants: dict[str, Self] = {}  # by the variables of rows
+        self._variants: dict[str, Self] = {}  # by the rows' variables
 
     def _use(self, template: ChatTemplate) -> None:
         self._template = template
@@ -119,20 +119,20 @@ class TrainingTextBuilder:
         self._checked: set[tuple[str | bool, ...]] = set()
 
     def for_row(self, row: Row) -> Self:
-        """Return the builder with the variables that a row gives the template."""
+        """Return the builder for a row's template variables."""
         template = self._template.for_row(row.variables)
         if template is self._template:
             return self
         key = repr(row.variables)
         if key not in self._variants:
-            if len(self._variants) == MAX_VARIANTS:  # as documents are, of each row separately
+            if len(self._variants) == MAX_VARIANTS:  # e.g. documents, a different one in each row
                 self._variants.clear()
             self._variants[key] = variant = copy.copy(self)
             variant._use(template)
         return self._variants[key]
 
     def describe_unread(self, row: Row) -> Notes:
-        """Return what becomes of a row's variables that the template does not read."""
+        """Return notes on a row's variables that the template does not read."""
         if not row.variables:
             return ()
         read = self._template.variables_read
@@ -145,8 +145,8 @@ class TrainingTextBuilder:
     def build(self, row: Row) -> list[RenderedSample]:
         """Return the texts that train the answers of an arranged conversation, each once.
 
-        They are none if every answer is excluded from loss. What follows the last trained answer is
-        in no text, since nothing learns from it. Raises RenderError.
+        There are none if every answer is excluded from loss. Text after the last trained answer is
+        omitted, since nothing learns from it. Raises RenderError.
         """
         said = row.messages
         answers = [index for index in range(len(said)) if said[index].role == "assistant"]
@@ -167,7 +167,7 @@ class TrainingTextBuilder:
             (answer,) = view.answers
             for later in texts:
                 if later.text.startswith(view.text[: answer.end]):
-                    later.answers.insert(0, answer)  # the later text trains this answer too
+                    later.answers.insert(0, answer)  # the later text also trains this answer
                     later.notes += view.notes
                     break
             else:
@@ -177,7 +177,7 @@ class TrainingTextBuilder:
         return texts[::-1]
 
     def _find_remedy(self, row: Row, trained: Sequence[int], error: str) -> str:
-        """Return what to type against an error, tried on the row; "" if nothing is known."""
+        """Return what to type against an error, tested on the row; "" if nothing is known."""
         without, _ = ThoughtPolicy(self._template, "drop").apply(row)
         with contextlib.suppress(RenderError):
             if without is not row and "DATA_REASONING" not in error:
@@ -194,9 +194,9 @@ class TrainingTextBuilder:
     def _generation_view(self, row: Row, messages: list[Json], index: int) -> RenderedSample:
         """Return the generation view of the answer `messages[index]`, with its span.
 
-        If the template writes no stop token, eos is put after the last character: the model must
-        learn to end. At use it reads its earlier answers as the template writes them, without eos,
-        so in a longer conversation such an answer has its own text.
+        If the template writes no stop token, eos is added after the last character: the model must
+        learn to end. At inference it reads its earlier answers as the template writes them, without
+        eos, so in a longer conversation such an answer has a separate text.
         """
         message = row.messages[index]
         where = f"messages[{index}]"
@@ -254,7 +254,7 @@ class TrainingTextBuilder:
     def _check_places(self, messages: list[Json], tools: Sequence[Json]) -> None:
         """Raise RenderError unless the template writes every message, and the last answer once.
 
-        It renders words that no template writes by itself: a content as short as "a" is in many
+        It renders words that no template contains: a content as short as "a" occurs in many
         places by chance.
         """
         last = len(messages) - 1
@@ -279,9 +279,9 @@ class TrainingTextBuilder:
 
 
 def restore_beginning(message: Message, prompt_end: int, text: str) -> str:
-    """Return a text up to an answer's stop token with what a template cuts from its beginning.
+    """Return a text up to an answer's stop token, restoring what the template cuts at its start.
 
-    That is the indentation of its first line, and what stands before a </think> that it quotes.
+    That is the indentation of its first line, and text before a </think> that it quotes.
     """
     answer = message.content.strip()
     quotes_mark = message.reasoning == "" and THOUGHT_END in answer

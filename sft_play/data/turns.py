@@ -1,8 +1,8 @@
-"""One turn of a conversation as messages, however a program writes it. Pure.
+"""Convert one turn of a conversation, in any program's format, to messages. Pure.
 
-Read are the turns of OpenAI's, Anthropic's, Bedrock's and Gemini's logs, of ShareGPT,
-LLaMA-Factory, ms-swift, Harmony (gpt-oss), OLMo 3 and of SWE agents. Reasons of errors continue
-the name of the turn, as in "messages[3]" + ".content is empty".
+Supported are turns in logs of OpenAI, Anthropic, Bedrock and Gemini, and those of ShareGPT,
+LLaMA-Factory, ms-swift, Harmony (gpt-oss), OLMo 3 and SWE agents. Reasons of errors continue
+the name of the turn, e.g. "messages[3]" + ".content is empty".
 """
 
 import json
@@ -35,16 +35,16 @@ from sft_play.data.rows import (
     shorten,
 )
 
-CALL = "call"  # of the assistant: the turn is only calls of functions
-ROLES = FORMS["roles"]  # in a file, small: ours
+CALL = "call"  # of the assistant: the turn contains only function calls
+ROLES = FORMS["roles"]  # from a file, in lower case: our role
 REASONING_KEYS = FORMS["turns"]["reasoning"]
 CONTENT_KEYS = FORMS["turns"]["content"]
 PART_TYPES = FORMS["turns"]["parts"]
-# Harmony's channels whose turn is a part of the answer that follows
+# Harmony's channels whose turn is a part of the next answer
 OPEN_CHANNELS = ("analysis", "commentary")
 CALL_PARSERS = {
     "tool_calls": parse_calls,
-    "function_call": parse_calls,  # OpenAI's before tools
+    "function_call": parse_calls,  # OpenAI's format before tools
     "function_calls": parse_python_calls,
 }
 RESULT_KEYS = ("toolResult", "functionResponse", "function_response")
@@ -63,7 +63,7 @@ def add_images(messages: list[Message], given: Any) -> list[Message]:
 
 
 def parse_turn(record: Json) -> list[Message]:
-    """Return the messages of a turn; several if it has results of tools in addition to words.
+    """Return the messages of a turn; several if it has tool results in addition to text.
 
     Raises InvalidRowError.
     """
@@ -98,16 +98,16 @@ def parse_turn(record: Json) -> list[Message]:
 
 
 def goes_on(record: Json, before: Json) -> bool:
-    """Return whether a turn of the assistant is of one answer with the turn before it.
+    """Return whether a turn of the assistant belongs to the same answer as the turn before it.
 
-    Calls may have their own turn, and so may each channel of Harmony.
+    Calls may be in a separate turn, and so may each channel of Harmony.
     """
     speaker = record.get("role") or record["from"]
     return ROLES[speaker.lower()] == CALL or before.get("channel") in OPEN_CHANNELS
 
 
 def join_answers(parts: Sequence[Message]) -> Message:
-    """Return one answer of its parts."""
+    """Return one answer that joins its parts."""
     return replace(
         parts[-1],
         content="\n\n".join(part.content for part in parts if part.content),
@@ -127,7 +127,7 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
                 calls += parse(record[key], f".{key}")
         content = (content or "") if calls and is_blank(content) else parse_text(content, name)
         return Message(role, content, _find_reasoning(record), calls)
-    # blank is fine: a function may return nothing
+    # blank is allowed: a function may return nothing
     check_encodable(_require_text(content, name), name)
     if role == "system":
         return Message(role, content)
@@ -139,7 +139,7 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
 
 
 def _parse_call_turn(record: Json, content: Any, name: str) -> Message:
-    """Return the calls of a turn, with a thought and words before them in the same text."""
+    """Return the calls of a turn, with reasoning and text before them in the same string."""
     reasoning = _find_reasoning(record)
     words = ""
     if isinstance(content, str):
@@ -167,7 +167,7 @@ def _parse_channel(record: Json, content: Any, name: str) -> Message:
 
 
 def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[Message]:
-    """Return the messages of a turn whose content is in parts: results of tools come first."""
+    """Return the messages of a turn whose content has parts: tool results come first."""
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[Json] = []
@@ -224,7 +224,7 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
 
 
 def _read_result(part: Json, result: Any, name: str) -> Message:
-    """Return what a tool answers, as Anthropic, Bedrock and Gemini write it in parts."""
+    """Return a tool's answer in the parts of Anthropic, Bedrock and Gemini."""
     held = next((part[key] for key in RESULT_KEYS if key in part), part)
     result = parse_nested(result) if isinstance(result, list) else result
     images: list[ImageFile] = []
