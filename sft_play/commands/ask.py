@@ -1,7 +1,7 @@
-"""A command for a Python program that waits for it: asked in JSON, answered in a file.
+"""Run a command for a waiting Python program: the request is JSON, the answer is a file.
 
-It runs in its own process, as under make: the program keeps its memory, its threads and its
-signals. What a command prints goes to standard output. Loads no torch.
+It runs in a separate process, as under make: the program keeps its memory, threads and
+signals. The command's output goes to standard output. Loads no torch.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from sft_play.masking import mask_secrets
 from sft_play.progress import log_to_stderr
 from sft_play.runs.files import Json, read_json, write_json
 
-# Started anywhere: for a notebook the project may not be the current folder
+# May be started anywhere: a notebook's current folder may not be the project
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -43,7 +43,7 @@ class Request:
 
     command: str  # train, plan or preview
     config: str | None = None
-    overrides: tuple[str, ...] = ()  # words of --set
+    overrides: tuple[str, ...] = ()  # values of --set
     distributed: bool = False
     deepspeed: bool = False
     backend: str | None = None
@@ -52,11 +52,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a command answers; what it does not have is None."""
+    """The answer of a command; missing parts are None."""
 
-    path: str | None = None  # of the run that is trained, or of the page of a preview
+    path: str | None = None  # of the training run, or of a preview's page
     text: str | None = None  # of a plan or a preview
-    fits: bool | None = None  # whether a plan does
+    fits: bool | None = None  # whether a plan fits
     values: Json | None = None  # of plan --json
     error: str | None = None
     exit_class: int | None = None  # of the error
@@ -109,8 +109,8 @@ def _show(process: subprocess.Popen[str], quiet: bool) -> None:
 
 
 def main() -> None:
-    """Answer the request on the command line; an error of ours is an answer too."""
-    stops.end_with_parent(stops.PARENT_GONE)  # else a restarted notebook leaves a GPU occupied
+    """Answer the request on the command line; one of our errors is also an answer."""
+    stops.end_with_parent(stops.PARENT_GONE)  # otherwise a restarted notebook leaves a GPU occupied
     log_to_stderr()
     answer = Path(sys.argv[2])
     request = Request(**json.loads(sys.argv[3]))

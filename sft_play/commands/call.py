@@ -1,4 +1,4 @@
-"""How a command was called, and the config and plan that follow. Loads no torch."""
+"""A command's variables and options, and the resulting config and plan. Loads no torch."""
 
 import json
 import sys
@@ -23,12 +23,12 @@ from sft_play.runs.earlier_adapter import SETTING, refuse_other_base, settings_o
 from sft_play.runs.files import write_text
 from sft_play.runs.resumed import settings_of_run
 
-FIRST_MACHINE = "the-first-machine"  # if nothing is launched
+FIRST_MACHINE = "the-first-machine"  # used if nothing is launched
 
 
 @dataclass(frozen=True)
 class Call:
-    """How a command was called: variables, their environment, and the words of --set."""
+    """How a command was called: variables, their environment, and the values of --set."""
 
     invocation: invocations.Invocation
     environ: Mapping[str, str]
@@ -41,18 +41,18 @@ class Call:
 
     @property
     def machine(self) -> devices.Hardware:
-        """What this machine computes with, as DEVICE says."""
+        """This machine's hardware, according to DEVICE."""
         return devices.detect(self.invocation.device, self.environ)
 
     @property
     def hardware(self) -> devices.Hardware:
-        """What GPUS names, or this machine."""
+        """The hardware in GPUS, or this machine's."""
         gpus = self.invocation.gpus
         return cards.parse(gpus) if gpus else self.machine
 
     @property
     def pid_file(self) -> Path:
-        """Where the TensorBoard of this project notes its process."""
+        """The file in which this project's TensorBoard stores its process id."""
         return self.output_dir / ".tensorboard.json"
 
     def given(self, path: str) -> str | None:
@@ -63,7 +63,7 @@ class Call:
 
     @property
     def words(self) -> invocations.Words:
-        """What reads the variables of one command; it collects what is wrong with them."""
+        """The reader of one command's variables; it collects their errors."""
         return invocations.Words(self.environ)
 
 
@@ -74,9 +74,9 @@ def read_call(
     environ: Mapping[str, str] | None = None,
     exact: bool = False,
 ) -> Call:
-    """Return the call of a command; options of the command line win over variables.
+    """Return the call of a command; options of the command line take precedence over variables.
 
-    The variables are this process's own unless `environ` is given.
+    The variables are those of this process unless `environ` is given.
     """
     environ = loader.environment() if environ is None else dict(environ)
     if config:
@@ -89,9 +89,9 @@ def read_call(
 
 
 def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
-    """Return the merged config of a call; `backend` is what a target such as train-unsloth sets.
+    """Return the merged config of a call; `backend` is set by a target such as train-unsloth.
 
-    If `train.resume_from` names a run, that run's settings are the layer below those given.
+    If `train.resume_from` names a run, its settings are the layer below the given ones.
     """
     path = call.invocation.config
     target = None
@@ -101,7 +101,7 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
     resumed = settings_of_run(resume_from, path is not None) if resume_from else None
     if backend and resumed is None:
         path = path or BACKENDS[backend].default_config
-    # of the config that the target has, too
+    # also of the target's config
     named = loader.given_value(SETTING, path, call.environ, call.overrides)
     adapter = settings_of_adapter(str(named), call.output_dir) if named else None
     loaded = loader.load(path, call.environ, call.overrides, target, resumed, adapter)
@@ -115,9 +115,9 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
 
 
 def look(call: Call, loaded: LoadedConfig, may_fetch: bool) -> recipe.RecipeFacts:
-    """Return what the recipe follows from, after a look at model and rows.
+    """Return the inputs of the recipe, after reading model and rows.
 
-    Raises: EnvironmentFault if the model is nowhere. `may_fetch` is what `look_at_rows` says.
+    Raises: EnvironmentFault if the model is not found. `may_fetch` is passed to `look_at_rows`.
     """
     sources.require(loaded)
     model = loaded.config.model
@@ -146,7 +146,7 @@ def plan_run(
     use_deepspeed: bool = False,
     hardware: devices.Hardware | None = None,
 ) -> PlannedRun:
-    """Return the plan for this machine, or for the hardware that GPUS names; or for `hardware`."""
+    """Return the plan for `hardware`, for the hardware in GPUS, or for this machine."""
     is_elsewhere = bool(call.invocation.gpus)
     loaded = settle(call, loaded, may_fetch=not is_elsewhere)
     distributed = distributed or is_elsewhere
@@ -155,9 +155,9 @@ def plan_run(
 
 
 def without_meeting(call: Call) -> Call:
-    """Return a call that launches nothing: several machines need no address to meet at.
+    """Return a call that launches nothing: several machines need no address.
 
-    What it prints names FIRST_MACHINE in its place.
+    Its output contains FIRST_MACHINE instead.
     """
     if call.invocation.nnodes < 2 or call.environ.get("MASTER_ADDR", "").strip():
         return call
@@ -171,7 +171,7 @@ def as_text(value: Any) -> str:
 
 
 def write_out(path: Path, text: str, option: str = "OUT=", may_replace: bool = True) -> None:
-    """Write what a command was asked for.
+    """Write the requested output of a command.
 
     Raises: ConfigError if it exists and must not be replaced; EnvironmentFault if it cannot be
     written.

@@ -1,8 +1,8 @@
-"""`make check-server`: hold an OpenAI-compatible server to an export. Loads no torch.
+"""`make check-server`: compare an OpenAI-compatible server with an export. Loads no torch.
 
-The server is asked what the evaluated model was asked, without sampling. Its count of prompt tokens
-shows another chat template or a second BOS, its finish_reason a stop that it does not know, its
-text everything else.
+The server gets the evaluated model's prompts, without sampling. Its count of prompt tokens
+reveals another chat template or a second BOS, its finish_reason reveals a stop token that it does
+not know, and its text reveals everything else.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from sft_play.progress import visible
 from sft_play.runs.exports import ParityRow
 
 SECONDS = 300.0  # for an answer
-NEAR_TIE = 0.1  # nats: other kernels, in 16 bits, may choose the other token below it
+NEAR_TIE = 0.1  # nats: below it, other kernels in 16 bits may choose the other token
 SHOWN = 60  # characters of a text in a line
 CHAT, COMPLETIONS = "chat/completions", "completions"  # endpoints
 NOT_SERVED = (404, 405, 501)
-ANY_MODEL = "default"  # for servers of one model that list none
+ANY_MODEL = "default"  # for servers with one model that list none
 
 
 class NotServed(Exception):
@@ -33,7 +33,7 @@ class NotServed(Exception):
 
 
 class Message(BaseModel):
-    """What the server writes for the assistant."""
+    """The server's message for the assistant."""
 
     content: str | None = None
 
@@ -52,13 +52,13 @@ class Choice(BaseModel):
 
 
 class Usage(BaseModel):
-    """Tokens, as the server counts them."""
+    """Token counts of the server."""
 
     prompt_tokens: int | None = None
 
 
 class Completion(BaseModel):
-    """What /chat/completions and /completions answer."""
+    """The response of /chat/completions and /completions."""
 
     choices: Annotated[list[Choice], MinLen(1)]
     usage: Usage = Usage()
@@ -71,7 +71,7 @@ class ListedModel(BaseModel):
 
 
 class ModelList(BaseModel):
-    """What /models answers."""
+    """The response of /models."""
 
     data: list[ListedModel] = []
 
@@ -119,10 +119,10 @@ class Server:
         return cls(base, model or only_model(base, key), key)
 
     def ask(self, path: str, row: ParityRow) -> Completion:
-        """Return what CHAT or COMPLETIONS answers."""
+        """Return the response of CHAT or COMPLETIONS."""
         asked = {"messages": row.messages} if path == CHAT else {"prompt": row.prompt}
         max_tokens = len(row.answer_ids)
-        if row.has_ended:  # room to run on behind the stop
+        if row.has_ended:  # extra tokens to detect a missed stop
             max_tokens += 8
         limit = {"max_tokens": max_tokens, "temperature": 0, "stream": False}
         body = {"model": self.model, **asked, **limit}
@@ -131,15 +131,15 @@ class Server:
 
 @dataclass
 class Tally:
-    """What one endpoint answered."""
+    """The results of one endpoint."""
 
     name: str
     rows: int = 0
-    prompts: int = 0  # with as many tokens as in training
+    prompts: int = 0  # with the same number of tokens as in training
     counted: int = 0  # prompts whose tokens the server counts
-    stops: int = 0  # of the texts that do not part at a near tie
+    stops: int = 0  # of the texts that do not differ at a near tie
     texts: int = 0
-    ties: int = 0  # texts that part at a token that is as good as the other
+    ties: int = 0  # texts that first differ at an equally good token
     differences: list[str] = field(default_factory=list)
 
     def line(self) -> str:
@@ -157,7 +157,7 @@ class Tally:
         choice = answer.choices[0]
         self._count_prompt(row, answer.usage.prompt_tokens)
         if self._is_near_tie(row, choice.answer):
-            return  # where it ends says nothing
+            return  # its end has no meaning
         if choice.finish_reason == row.finish_reason:
             self.stops += 1
             return
@@ -213,7 +213,7 @@ class Tally:
 
 
 def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
-    """Return the lines to print. Raises: CheckpointError if the server answers otherwise."""
+    """Return the lines to print. Raises: CheckpointError if the server's answers differ."""
     with_messages = [row for row in rows if row.messages is not None]
     tallies = []
     for path, asked in {CHAT: with_messages, COMPLETIONS: rows}.items():
@@ -252,7 +252,7 @@ def only_model(base: str, key: str | None) -> str:
 def request(
     url: str, kind: type[AnswerType], key: str | None, body: dict[str, object] | None = None
 ) -> AnswerType:
-    """Return what a URL answers. Raises: NotServed, EnvironmentFault."""
+    """Return the response of a URL. Raises: NotServed, EnvironmentFault."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         answer = fetch(url, SECONDS, body, headers)

@@ -1,6 +1,6 @@
-"""`make eval` and `make infer IN=...`: a process on each GPU, which share the rows of one command.
+"""`make eval` and `make infer IN=...`: one process per GPU; they share a command's rows.
 
-Each process is the same command with a place among them. Loads no torch until this one computes.
+Each process is the same command with an index among them. Only computing processes load torch.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ SETTINGS = ("generation_max_new_tokens", "generation_num_beams")  # of train: an
 def score_run(call: Call, run: RunFolder) -> list[str]:
     """Score weights on rows, on every GPU or NUM_GPUS; return the lines to print.
 
-    The first of several processes prints them itself.
+    If there are several processes, the first one prints them itself.
     """
     asked = use.settings_of(call, run, "eval")
     device = call.machine.kind
@@ -56,17 +56,17 @@ def score_run(call: Call, run: RunFolder) -> list[str]:
 
 @dataclass(frozen=True)
 class FileCall:
-    """A call that asks for the answers to a file."""
+    """A call that requests the answers to a file."""
 
     call: Call
     run: RunFolder
-    loaded: LoadedConfig  # the run's settings, with those on top that were given
+    loaded: LoadedConfig  # the run's settings, with the given ones on top
     sampling: SamplingRequest
     inputs: Path
 
     @classmethod
     def read(cls, call: Call, run: RunFolder, prompt: str | None) -> "FileCall | None":
-        """Return what to do with the file that IN names; None without it. Raises ConfigError."""
+        """Return the call for the file in IN; None without it. Raises ConfigError."""
         inputs, out = call.words.text("IN"), call.words.text("OUT")
         problems = []
         if inputs and (prompt or call.words.text("PROMPT")):
@@ -97,7 +97,7 @@ class FileCall:
         return found
 
     def asked(self, prompts: Sequence[Prompt]) -> Json:
-        """Return what the answers depend on."""
+        """Return everything that the answers depend on."""
         config = self.loaded.config
         weights = _digest(self.run.weights(config.tuning.mode) / stamp.NAME)
         if isinstance(self.run, ModelFolder):
@@ -117,7 +117,7 @@ class FileCall:
 def answer_file(asked: FileCall) -> list[str]:
     """Answer the prompts of a file, on every GPU; return the lines to print.
 
-    The same call continues if an earlier one stopped. Raises: StoppedOnRequest on Ctrl-C.
+    An interrupted call resumes when repeated. Raises: StoppedOnRequest on Ctrl-C.
     """
     prompts = asked.prompts()
     file = AnswerFile(asked.out)
@@ -138,7 +138,7 @@ def answer_file(asked: FileCall) -> list[str]:
 
 
 def _answer_rest(asked: FileCall, prompts: Sequence[Prompt], file: AnswerFile) -> None:
-    """Answer what is not answered yet, and put all answers in order."""
+    """Answer the remaining prompts, and sort all answers."""
     done = len(file.answered())
     count = min(count_processes(asked.call, asked.loaded), max(1, len(prompts) - done))
     try:
@@ -174,9 +174,9 @@ def _answer_share(
 
 
 def count_processes(call: Call, asked: LoadedConfig) -> int:
-    """Return how many processes share the rows: one a GPU, or NUM_GPUS.
+    """Return how many processes share the rows: one per GPU, or NUM_GPUS.
 
-    One if the model itself is placed on several GPUs.
+    It is one if the model itself is placed on several GPUs.
     """
     if asked.config.model.device_map is not None:
         return 1
@@ -188,9 +188,9 @@ def count_processes(call: Call, asked: LoadedConfig) -> int:
 
 
 def own_place(environ: Mapping[str, str]) -> Place | None:
-    """Return the place of this process, None if it is the one that the user started.
+    """Return the place of this process, None if the user started it.
 
-    A process that has a place ends with the one that started it.
+    A process with a place ends when the process that started it ends.
     """
     place = Place.of_environment(environ)
     if place is not None:

@@ -1,6 +1,6 @@
-"""The only rank of a run, started while its rows are read. Loads no torch.
+"""Start the only rank of a run while its rows are read. Loads no torch.
 
-What a rank imports takes seconds, and so do planning and tokenizing: they run at the same time.
+A rank's imports take seconds, and so do planning and tokenizing: they run in parallel.
 """
 
 import contextlib
@@ -39,12 +39,12 @@ class EarlyRank:
     def of(
         cls, config: Config, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str]
     ) -> Self | None:
-        """Start the only rank of a run; None if it has others, or cannot be started yet."""
+        """Start the only rank of a run; None if it has several, or cannot be started yet."""
         if backend_of(config).patches_transformers or config.model.device_map is not None:
             return None
         try:
             ranks = plan_ranks(invocation, hardware, environ, False, False)
-        except SftPlayError:  # the plan will say it
+        except SftPlayError:  # the plan will report it
             return None
         if ranks.strategy != "single":
             return None
@@ -62,13 +62,13 @@ class EarlyRank:
         return cls(process, writing, env)
 
     def begin(self, launch: Launch, folder: Path, environ: Mapping[str, str]) -> Launch | None:
-        """Let it be the rank of `launch`; return what this process becomes meanwhile.
+        """Make it the rank of `launch`; return the command that this process becomes meanwhile.
 
-        None if it is not the process that `launch` would start, or has ended: then it is gone.
+        None if it is not the process that `launch` would start, or if it has ended.
         """
         asked = rank_environment(launch, environ)
         changed = {name for name, _ in asked.items() ^ self._env.items()} - {OF_RUN_FOLDER}
-        is_rank = launch.argv[:2] == (sys.executable, str(WORKER))  # and no launcher of one rank
+        is_rank = launch.argv[:2] == (sys.executable, str(WORKER))  # and not a launcher of one rank
         if is_rank and not changed and self.process.poll() is None:
             with contextlib.suppress(BrokenPipeError):  # it has just ended
                 os.write(self._pipe, f"{folder.absolute()}\n".encode())

@@ -1,8 +1,8 @@
-"""`make export`, `make serve` and `make push`: what the variables ask for. Loads no torch.
+"""`make export`, `make serve` and `make push`: read their variables. Loads no torch.
 
-A server listens on the loopback interface, unless BIND names another. The token of a push is the
-one of `hf auth login`, or HF_TOKEN of the environment; never of a command line, which other users
-of the machine can read.
+A server listens on the loopback interface, unless BIND names another. The token of a push is that
+of `hf auth login`, or HF_TOKEN of the environment. It is never read from a command line, which
+other users of the machine can see.
 """
 
 import importlib.util
@@ -35,8 +35,8 @@ from sft_play.runs.exports import (
 )
 from sft_play.runs.folder import RunFolder
 
-QUANTIZATION = "Q8_0"  # nearest to what was scored at half the size of 16 bits
-# Variables that only some formats read
+QUANTIZATION = "Q8_0"  # closest to the scored model at half the size of 16 bits
+# Variables that only some formats use
 OF_FORMATS = {
     "QUANT": ("gguf",),
     "LLAMA_CPP": ("gguf",),
@@ -54,7 +54,7 @@ NEEDED_FOR_GGUF = "llama_cpp fastapi uvicorn sse_starlette starlette_context".sp
 
 
 def read_export(call: Call, run: RunFolder) -> ExportAsked:
-    """Return what the variables of `make export` ask for. Raises: ConfigError."""
+    """Return the request in the variables of `make export`. Raises: ConfigError."""
     given = call.words
     kind = given.choice("FORMAT", FORMATS) or FORMATS[0]
     dtype = use.asked_dtype(call, run, "export")
@@ -110,14 +110,14 @@ def parity_rows(call: Call) -> list[ParityRow]:
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens."""
+    """A server's address."""
 
     host: str
     port: int
 
     @classmethod
     def read(cls, call: Call) -> "Address":
-        """Return what BIND and PORT say. Raises: ConfigError."""
+        """Return the address in BIND and PORT. Raises: ConfigError."""
         words = call.words
         port = words.whole_number("PORT", 1, PORTS)
         refuse(words.problems)
@@ -129,7 +129,7 @@ class Address:
         return f"http://{host}:{self.port}"
 
     def refuse_taken(self) -> None:
-        """Raise EnvironmentFault if nobody can listen: a server says so after it has loaded."""
+        """Raise EnvironmentFault if the port is taken: a server reports this only after loading."""
         try:
             family, *_, place = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
             with socket.socket(family) as probe:
@@ -143,7 +143,7 @@ class Address:
 
 
 def serve(call: Call) -> None:
-    """Become a server of a run's export: vLLM, transformers' own, or that of llama-cpp-python."""
+    """Become a server of a run's export: vLLM, transformers', or llama-cpp-python's."""
     run = use.chosen_run(call)
     folder = chosen_export(call, run, SERVED)
     address = Address.read(call)
@@ -154,7 +154,7 @@ def serve(call: Call) -> None:
 
 
 def lines_of(folder: Path, address: Address, launch: Launch, run: str) -> list[str]:
-    """Return what is printed before the server takes over."""
+    """Return the lines to print before the server starts."""
     url = address.url
     request = {"model": run, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
     body = shlex.quote(json.dumps(request, ensure_ascii=False))
@@ -170,7 +170,7 @@ def lines_of(folder: Path, address: Address, launch: Launch, run: str) -> list[s
 
 
 def server_of(folder: Path, name: str, address: Address, device: str) -> Launch:
-    """Return how a server of a folder is started: vLLM on a GPU if it is installed.
+    """Return the command that serves a folder: vLLM on a GPU if it is installed.
 
     Raises: EnvironmentFault if no server is installed.
     """
@@ -187,7 +187,7 @@ def server_of(folder: Path, name: str, address: Address, device: str) -> Launch:
     from sft_play.reporting.base_facts import BaseFacts
 
     words = (str(folder), name, device, address.host, str(address.port))
-    if BaseFacts.read(ModelSection(name=str(folder))).has_soft_caps:  # sdpa leaves them out
+    if BaseFacts.read(ModelSection(name=str(folder))).has_soft_caps:  # sdpa ignores them
         words += ("eager",)
     return Launch((sys.executable, "-m", "sft_play.inference.server", *words), {})
 
@@ -203,9 +203,9 @@ def require(packages: Sequence[str], to_install: str, by: str = "the server") ->
 
 
 def push(call: Call) -> list[str]:
-    """Upload an export to the hub, private unless PUBLIC=1; typed again, it resumes.
+    """Upload an export to the hub, private unless PUBLIC=1; when repeated, it resumes.
 
-    With SIGN its signature is next to it, as model.sig.
+    With SIGN its signature is uploaded with it, as model.sig.
 
     Raises: ConfigError, CheckpointError for a damaged folder, EnvironmentFault.
     """

@@ -30,7 +30,7 @@ NEEDED = ("model.name", "data.train_path")
 
 @dataclass(frozen=True)
 class Fit:
-    """A config with a mode that fits this machine, its plan, and why this mode."""
+    """A config with a mode that fits this machine, its plan, and why this mode was chosen."""
 
     loaded: LoadedConfig
     planned: PlannedRun
@@ -74,7 +74,7 @@ def init(call: Call) -> list[str]:
 
 
 def _translated(path: Path, source: str) -> list[str]:
-    """Write what a config or a command line of another program says; return the lines to print."""
+    """Translate the config or command line of another program; return the lines to print."""
     said = foreign.translate(source)
     header = [
         f"Written by make init from {' '.join(source.split())}.",
@@ -94,9 +94,9 @@ def _translated(path: Path, source: str) -> list[str]:
 
 
 def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:
-    """Return the mode that the user set, else lora if that fits on the GPUs, else qlora.
+    """Return the mode that the user set, else lora if it fits on the GPUs, else qlora.
 
-    Adapters whose base fits on each GPU are fastest without ZeRO, so that comes last.
+    Adapters whose base model fits on each GPU are fastest without ZeRO, so ZeRO is tried last.
     Raises: OutOfMemory if nothing fits.
     """
     hardware = call.hardware
@@ -141,7 +141,7 @@ def _memory(plan: RunPlan) -> str:
 
 
 def _lines(fit: Fit, facts: RecipeFacts) -> list[Line]:
-    """Return the settings of the file: what was chosen, and all that the user gave."""
+    """Return the settings of the file: the chosen ones, and all that the user gave."""
     loaded = fit.loaded
     comments = {name: loaded.origin[name] for name in settings() if loaded.is_set(name)}
     comments.update(_comments(fit, facts))
@@ -153,7 +153,7 @@ def _lines(fit: Fit, facts: RecipeFacts) -> list[Line]:
 
 
 def _comments(fit: Fit, facts: RecipeFacts) -> dict[str, str]:
-    """Return why each setting that every such file has is as it is."""
+    """Return the reason for each setting that every such file contains."""
     loaded = fit.loaded
     layout = fit.planned.plan.layout
     model = fit.planned.plan.step.model
@@ -174,7 +174,7 @@ def _comments(fit: Fit, facts: RecipeFacts) -> dict[str, str]:
 
 
 def _rows(loaded: LoadedConfig, facts: RecipeFacts) -> str:
-    """Return how the training rows are read, and how many there are."""
+    """Return the format of the training rows and their number."""
     from sft_play.data.sources import find_source, source_sections
 
     data = loaded.config.data
@@ -191,7 +191,7 @@ def _rows(loaded: LoadedConfig, facts: RecipeFacts) -> str:
 
 
 def _plain(value: object) -> YamlValue:
-    """Return a setting's value as YAML has it."""
+    """Return a setting's value for YAML."""
     if isinstance(value, BaseModel):
         return value.model_dump(exclude_defaults=True)
     if isinstance(value, list):
@@ -200,7 +200,7 @@ def _plain(value: object) -> YamlValue:
 
 
 def _told(path: Path, fit: Fit) -> list[str]:
-    """Return what a person reads of a written config."""
+    """Return the text to print for a written config."""
     plan = fit.planned.plan
     given = {"CONFIG": str(path)}
     commands: Iterable[list[str]] = (

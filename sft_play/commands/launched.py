@@ -1,8 +1,8 @@
-"""Processes that the user's own launcher has started become the ranks of one run. Loads no torch.
+"""Make processes that the user's launcher has started the ranks of one run. Loads no torch.
 
 The first process of each machine plans the run and writes its folder, as `make train` does; then
-all processes of the machine become workers of it. The others wait at a socket and not for a file:
-an earlier launch leaves no answer there, and it closes when the first process is killed.
+all processes of the machine become workers of it. The others wait at a socket instead of a file:
+an earlier launch leaves no answer there, and it closes if the first process is killed.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from sft_play.runs import folder
 from sft_play.runs.folder import RunFolder
 
 ARRIVAL_SECONDS = 300.0  # for all processes of a launch to start
-FAREWELL_SECONDS = 5.0  # for those that are there to hear that there is no run
+FAREWELL_SECONDS = 5.0  # for present processes to learn that there is no run
 RETRY_SECONDS = 0.1
 
 
@@ -39,15 +39,15 @@ RETRY_SECONDS = 0.1
 class Launched:
     """How this process was started."""
 
-    environ: Mapping[str, str]  # without what a launcher has set
-    place: Place | None  # None: no other process belongs to it
-    is_surplus: bool = False  # another process trains alone
+    environ: Mapping[str, str]  # without the variables that a launcher has set
+    place: Place | None  # None: there are no other processes
+    is_surplus: bool = False  # another process trains instead
     warnings: tuple[str, ...] = ()
     meeting: "Meeting | None" = None  # of the first process of a machine
 
 
 def read(environ: Mapping[str, str]) -> Launched:
-    """Return how this process was started. Raises: ConfigError for a place that cannot be."""
+    """Return how this process was started. Raises: ConfigError for an impossible place."""
     place = places.read(environ)
     is_surplus = False
     if is_single_process_forced(environ):
@@ -58,19 +58,19 @@ def read(environ: Mapping[str, str]) -> Launched:
 
 
 def is_placed(environ: Mapping[str, str]) -> bool:
-    """Return whether this process says that it is one of several; below make none is."""
+    """Return whether this process is one of several; under make none is."""
     return bool(environ.get("WORLD_SIZE", "").strip()) and GOALS not in environ
 
 
 def own_words(words: Sequence[str]) -> list[str]:
-    """Return the words behind the script's name without the rank that some launchers add."""
+    """Return the words after the script's name, without the rank that some launchers add."""
     return [word for word in words if not word.startswith(("--local_rank", "--local-rank"))]
 
 
 def named_json(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the words without a JSON behind --deepspeed, and the variable that names it to us.
+    """Return the words without the JSON after --deepspeed, and the variable that passes it to us.
 
-    Scripts of transformers take one there: `--deepspeed ds.json`, or `--deepspeed=ds.json`.
+    Scripts of transformers accept it there: `--deepspeed ds.json`, or `--deepspeed=ds.json`.
     """
     left: list[str] = []
     found: dict[str, str] = {}
@@ -104,25 +104,25 @@ def follow(launched: Launched) -> NoReturn:
 
 
 def tell_launcher(cause: str) -> None:
-    """Let the user's torchrun, if there is one, say why this process has no run to train."""
+    """Make the user's torchrun, if there is one, print why this process has no run to train."""
     folder.tell_launcher(loader.environment(), cause)
 
 
 def lead(launched: Launched, meeting: "Meeting") -> Launched:
     """Return the first process of a machine, with the environment in which make starts the run.
 
-    Raises: ConfigError if NUM_GPUS says otherwise than the launcher did.
+    Raises: ConfigError if NUM_GPUS contradicts the launcher.
     """
     environ = places.as_for_make(launched.environ, launched.place)
     if devices.detect(_device(environ), environ).kind == "cpu":
-        environ["DEVICE"] = "cpu"  # make starts several processes on a CPU only if it is named
+        environ["DEVICE"] = "cpu"  # on a CPU, make starts several processes only if it is named
     return replace(launched, environ=environ, meeting=meeting)
 
 
 def start_ranks(launched: Launched, folder: RunFolder, command: Launch) -> NoReturn:
-    """Tell the others of this machine of the run, and become a worker of it.
+    """Announce the run to the other processes of this machine, and become a worker of it.
 
-    Machines whose processes the user started by hand meet before; agents of torchrun have met.
+    Machines whose processes the user started by hand meet first; agents of torchrun have met.
     """
     place = launched.place
     if place.nodes > 1 and f"{places.OF_TORCHRUN}RUN_ID" not in launched.environ:
@@ -144,7 +144,7 @@ def become_worker(launched: Launched, command: Launch) -> NoReturn:
 
 
 class Meeting:
-    """Where the other processes of this machine wait for the first one."""
+    """The point at which this machine's other processes wait for the first one."""
 
     def __init__(self, place: Place) -> None:
         """Open it. Raises: EnvironmentFault if another launch meets here."""
@@ -160,7 +160,7 @@ class Meeting:
         self.socket.listen(max(1, self.expected))
 
     def announce(self, folder: RunFolder) -> None:
-        """Tell all others which run they belong to. Raises: EnvironmentFault for one missing."""
+        """Announce the run to all others. Raises: EnvironmentFault if one is missing."""
         missing = self._tell({"folder": str(folder.path.absolute())}, ARRIVAL_SECONDS)
         if missing:
             raise EnvironmentFault(
@@ -179,7 +179,7 @@ class Meeting:
         self.socket.close()
 
     def _tell(self, answer: dict[str, str | int], seconds: float) -> int:
-        """Send an answer to each that waits; return how many have not come."""
+        """Send an answer to each waiting process; return how many have not come."""
         deadline = time.monotonic() + seconds
         while self.expected:
             self.socket.settimeout(max(RETRY_SECONDS, deadline - time.monotonic()))
@@ -208,7 +208,7 @@ def _address(place: Place) -> str:
 
 
 def _wait_for_answer(place: Place) -> dict[str, str | int] | None:
-    """Return what the first process says, None if it ends without a word."""
+    """Return the first process's answer, None if it ends without one."""
     deadline = time.monotonic() + ARRIVAL_SECONDS
     with socket.socket(socket.AF_UNIX) as connection:
         while connection.connect_ex(_address(place)) != 0:
@@ -226,7 +226,7 @@ def _wait_for_answer(place: Place) -> dict[str, str | int] | None:
 
 
 def _refuse_other_user(connection: socket.socket) -> None:
-    """Raise EnvironmentFault unless the process at the other end is ours: its answer is run."""
+    """Raise EnvironmentFault unless the other end is our process: its answer is executed."""
     owner = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", owner)
     if user != os.getuid():

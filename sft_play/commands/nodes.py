@@ -1,7 +1,7 @@
-"""The machines of a run meet before their launchers start, where a stop and a limit still count.
+"""Let a run's machines meet before their launchers start, while stops and limits still work.
 
-A launcher waits for the others inside C++: without a word, and deaf to signals. Machine 0 listens
-at the port at which its launcher will, and lets all go once each has come. Loads no torch.
+A launcher waits for the others inside C++, silently and without handling signals. Machine 0 listens
+at its launcher's future port, and releases all machines once each has come. Loads no torch.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ from sft_play.errors import EnvironmentFault, ExitClass, of_class
 
 SAY_SECONDS = 10.0
 POLL_SECONDS = 0.2
-GO = "go"  # instead of the numbers of machines that are awaited
+GO = "go"  # sent instead of the numbers of missing machines
 
 
 @dataclass
 class Wait:
-    """How long one machine waits for the others; says whom it waits for."""
+    """How long one machine waits for the others; it reports which ones are missing."""
 
     node: int
     nodes: int
@@ -29,10 +29,10 @@ class Wait:
     seconds: float
     say: Callable[[str], None] = lambda text: print(text, flush=True)
     began: float = field(default_factory=time.monotonic)
-    _said: float = 0.0  # seconds after it began
+    _said: float = 0.0  # seconds after the start
 
     def pause(self, awaited: list[int]) -> None:
-        """Say whom this machine waits for, every 10 s. Raises: class 17 at the limit."""
+        """Report every 10 s which machines are missing. Raises: class 17 at the limit."""
         passed = time.monotonic() - self.began
         names = f"machine {', '.join(map(str, awaited))} of {self.nodes} (from 0)"
         if passed > self.seconds:
@@ -51,7 +51,7 @@ class Wait:
 
 
 def meet(wait: Wait) -> None:
-    """Return once all machines of a run are there.
+    """Return once all machines of a run have come.
 
     Raises: an error of class 17 at the limit, EnvironmentFault if the port is taken.
     """
@@ -64,7 +64,7 @@ def meet(wait: Wait) -> None:
 
 
 def _gather(wait: Wait) -> None:
-    """Collect all other machines, and let them go."""
+    """Collect all other machines, and release them."""
     arrived: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as stack:
         try:
@@ -77,7 +77,7 @@ def _gather(wait: Wait) -> None:
         while awaited := sorted(set(range(1, wait.nodes)) - set(arrived)):
             with contextlib.suppress(
                 OSError, ValueError, KeyError, TypeError
-            ):  # a stranger's, or none
+            ):  # from a stranger, or empty
                 connection = stack.enter_context(listener.accept()[0])
                 connection.settimeout(POLL_SECONDS)
                 arrived[json.loads(connection.recv(64))["machine"]] = connection
@@ -87,13 +87,13 @@ def _gather(wait: Wait) -> None:
             wait.pause(awaited)
         for connection in arrived.values():
             _send(connection, json.dumps(GO))
-        for connection in arrived.values():  # who closes first keeps the port busy
+        for connection in arrived.values():  # the end that closes first keeps the port busy
             with contextlib.suppress(OSError):
                 connection.recv(1)
 
 
 def _report(wait: Wait) -> bool:
-    """Report to machine 0 and wait for the others; return False if it is not there."""
+    """Report to machine 0 and wait for the others; return False if it is not reachable."""
     try:
         connection = socket.create_connection((wait.address, wait.port), timeout=POLL_SECONDS * 5)
     except OSError:
@@ -119,7 +119,7 @@ def _report(wait: Wait) -> bool:
 
 
 def _send(connection: socket.socket, text: str) -> bool:
-    """Return whether the other end takes a line."""
+    """Return whether the other end accepts a line."""
     try:
         connection.sendall(f"{text}\n".encode())
     except OSError:

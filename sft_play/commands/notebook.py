@@ -19,7 +19,7 @@ FORMS = "OUT=converted.ipynb is a notebook, OUT=train.py a script, OUT=config.ya
 def convert_notebook(call: Call) -> list[str]:
     """Convert NB and write OUT; return the report. Without OUT nothing is written.
 
-    Raises: ConfigError for what is no notebook, and if OUT is there and OVERWRITE is not 1.
+    Raises: ConfigError for a file that is not a notebook, and if OUT exists and OVERWRITE is not 1.
     """
     document = _document(call)
     named = call.words.text("OUT")
@@ -52,7 +52,7 @@ def check_notebook(call: Call) -> tuple[list[str], bool]:
     """Return the five points of the checklist for NB, and whether its code meets all four.
 
     The fifth point, that it was tried, is read off the outputs of NB and of its other copies.
-    Raises: ConfigError for what is no notebook.
+    Raises: ConfigError for a file that is not a notebook.
     """
     names = call.environ.get("NB", "").split(",")
     first, *others = [documents.read(Path(name.strip())) for name in names if name.strip()] or [

@@ -51,9 +51,9 @@ def echo_lines(lines: Iterable[str]) -> None:
 
 
 class Commands(TyperGroup):
-    """The commands, which also take make's targets and variables: `train-tb RUN=a`.
+    """The commands. They also accept make's targets and variables: `train-tb RUN=a`.
 
-    What is no command and no option is refused with what it most likely means.
+    Unknown commands and options are refused with the most likely intended one.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -77,7 +77,7 @@ class Commands(TyperGroup):
         options = ["--help", *(option for param in params for option in param.opts)]
         for word in itertools.takewhile(lambda word: word != "--", words):
             option = word.partition("=")[0]
-            # typer itself names an option that is spelled alike
+            # typer itself suggests an option with a similar spelling
             near = difflib.get_close_matches(option, options, cutoff=0.8)
             if option.startswith("--") and not near:
                 raise ConfigError(targets.no_such_option(option, name))

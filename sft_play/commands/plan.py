@@ -29,7 +29,7 @@ LAUNCH_VARIABLES = (
 
 
 def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> PlannedRun:
-    """Return the plan of `make plan`: the fastest strategy that fits, unless one is asked for."""
+    """Return the plan of `make plan`: the fastest strategy that fits, unless one is requested."""
     loaded = load_config(call)
     refuse_unsafe_base(loaded.config)
     loaded = settle(call, loaded, may_fetch=False)
@@ -59,7 +59,7 @@ def plan_text(call: Call, planned: PlannedRun, as_json: bool) -> str:
 
 
 def work_or_reason(planned: PlannedRun) -> Workload | str:
-    """Return what the whole run trains, or why its rows are not counted."""
+    """Return the training data of the complete run, or why its rows are not counted."""
     counted = count_rows_or_reason(planned.config)
     if isinstance(counted, str):
         return counted
@@ -67,7 +67,7 @@ def work_or_reason(planned: PlannedRun) -> Workload | str:
 
 
 def given_variables(call: Call, *left_out: str) -> dict[str, str]:
-    """Return every variable that means something to a run, with those of --set, which win."""
+    """Return every variable that affects a run, with those of --set, which take precedence."""
     names = [*LAUNCH_VARIABLES, *sorted(env_name(path) for path in settings())]
     variables = {name: call.environ[name] for name in names if call.environ.get(name)}
     for override in call.overrides:
@@ -79,7 +79,7 @@ def given_variables(call: Call, *left_out: str) -> dict[str, str]:
 def refuse_what_does_not_fit(plan: RunPlan) -> None:
     """Raise OutOfMemory for a plan that is not expected to fit.
 
-    If the micro-batch is the user's own, warn.
+    If the user set the micro-batch, warn instead.
     """
     if plan.fits:
         return
@@ -90,7 +90,7 @@ def refuse_what_does_not_fit(plan: RunPlan) -> None:
 
 
 def run_stem(loaded: LoadedConfig) -> str:
-    """Return the start of an unnamed run's name: its config's, without one its model's."""
+    """Return the start of an unnamed run's name: from its config, otherwise from its model."""
     if loaded.source == BASE:
         name = re.sub(r"[^A-Za-z0-9._-]", "-", Path(loaded.config.model.name).name)
         return name.strip("._-") or BASE.stem

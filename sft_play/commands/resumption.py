@@ -30,18 +30,18 @@ ELASTIC = "train.elastic"
 
 
 class Resumption(NamedTuple):
-    """How a command begins."""
+    """How a command starts."""
 
     call: Call  # with train.resume_from, if it continues
     finished: str | None = None  # why there is nothing to do
 
 
 def resumption(call: Call) -> Resumption:
-    """Return the call as RESUME means it.
+    """Return the call with RESUME applied.
 
-    auto, the default, continues with the run of the same name if it has a checkpoint; never does
-    not; anything else is what train.resume_from would be.
-    Raises: ConfigError for two answers; EnvironmentFault if the run continues elsewhere.
+    auto, the default, resumes the run of the same name if it has a checkpoint; never does not
+    resume; anything else is a value of train.resume_from.
+    Raises: ConfigError for contradictions; EnvironmentFault if the run continues elsewhere.
     """
     if call.invocation.elastic:
         call = _with(call, ELASTIC, "true")
@@ -74,7 +74,7 @@ def run_of_name(call: Call) -> RunFolder | None:
 
 
 def is_in_place(folder: Path, resume_from: str | None) -> bool:
-    """Return whether a run continues in the folder that it had, rather than in a new one."""
+    """Return whether a run continues in its previous folder instead of a new one."""
     run = resumed_run(resume_from)
     return run is not None and run.path.resolve() == folder.resolve()
 
@@ -82,7 +82,7 @@ def is_in_place(folder: Path, resume_from: str | None) -> bool:
 def _going_on(call: Call, folder: RunFolder) -> Resumption:
     if not (folder.path / "plan.json").exists():
         return Resumption(call)
-    if call.invocation.node_rank == 0:  # another machine has a folder of its own next to
+    if call.invocation.node_rank == 0:  # another machine has a separate folder next to it
         lock.refuse_if_held(folder.path)
     report = folder.read_report()
     if report.state == "done" and folder.lacks_weights() is None:
@@ -100,7 +100,7 @@ def _going_on(call: Call, folder: RunFolder) -> Resumption:
 
 
 def refuse_other_run(call: Call, folder: RunFolder) -> None:
-    """Refuse settings and rows that a finished run was not trained with: it would not have them.
+    """Refuse settings and rows that differ from a finished run's: they would have no effect.
 
     Raises: ConfigError with a line for each; DataError for files that cannot be read.
     """
@@ -132,7 +132,7 @@ def _other_settings(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
 
 
 def other_rows(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
-    """Return a line for each data setting whose files are not those of a finished run."""
+    """Return a line for each data setting whose files differ from those of a finished run."""
     from sft_play.data.sources import changed_sources
 
     lines = []
@@ -152,14 +152,14 @@ def plan_of_resumed(resume_from: str | None) -> RunPlan | None:
 
 
 def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
-    """Refuse a checkpoint that a run may not continue from, before its folder is made.
+    """Refuse a checkpoint that a run may not resume, before its folder is made.
 
     Raises: CheckpointError.
     """
     train = planned.config.train
     if train.resume_from is None:
         return
-    # the worker reads large files, too, before it loads one
+    # the worker also reads large files before it loads a checkpoint
     checkpoint = checkpoints.choose(Path(train.resume_from), print, reads_all=False)
     resumed = Resumed(checkpoint, stamp.read(checkpoint))
     resumed.refuse_changes(planned.config, loaded.origin)

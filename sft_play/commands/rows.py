@@ -10,7 +10,7 @@ from sft_play.plan.run_plan import PlannedRun
 def preview(
     planned: PlannedRun, source: Path, first: int, page: str | None, no_color: bool
 ) -> Path:
-    """Print what the model sees of some training samples, write it as a page, return its path.
+    """Print some training samples as the model sees them, write a page, and return its path.
 
     `source` is the config file; the `first` samples are among those shown.
     Raises: EnvironmentFault when the page cannot be written.
@@ -43,7 +43,7 @@ def preview(
 def data_check(planned: PlannedRun, as_json: bool) -> None:
     """Print the ledger of a run's rows, or its JSON.
 
-    Raises: DataError, after printing what was read before it.
+    Raises: DataError, after printing the rows read before it.
     """
     from sft_play.data.ledger import DataAccount, ledger_lines
     from sft_play.data.pipeline import build_ledger

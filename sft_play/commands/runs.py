@@ -1,6 +1,6 @@
-"""`make watch`, `make compare` and `make report`: runs as they train and once they have ended.
+"""`make watch`, `make compare` and `make report`: show runs during and after training.
 
-Loads no torch, and leaves the runs alone.
+Loads no torch, and does not change the runs.
 """
 
 import re
@@ -23,18 +23,18 @@ from sft_play.runs.folder import RunFolder
 if TYPE_CHECKING:
     from rich.console import Console
 
-MOST_RUNS = 6  # so many curves can be told apart
+MOST_RUNS = 6  # more curves cannot be distinguished
 NAMES_SHOWN = 8
 LONGEST_NAME = 100  # characters of the page's file name
 
-LOOK_SECONDS = 1.0  # between two looks at the files
-OTHER_NODE = re.compile(r"-node[1-9][0-9]*$")  # of the folder of a machine without the main rank
+LOOK_SECONDS = 1.0  # between two checks of the files
+OTHER_NODE = re.compile(r"-node[1-9][0-9]*$")  # the folder of a machine without the main rank
 
 
 def compare(call: Call, names: Iterable[str], out: str | None, as_json: bool) -> str:
     """Compare runs: write the page, and return what is printed.
 
-    `names` of the command line win over RUNS, and `out` over OUT.
+    `names` of the command line take precedence over RUNS, and `out` over OUT.
     Raises: ConfigError for runs that do not exist; EnvironmentFault when the page cannot be
     written.
     """
@@ -85,14 +85,14 @@ def named_runs(call: Call, names: list[str]) -> list[RunFolder]:
 
 
 def watch(call: Call, output: TextIO = sys.stdout) -> None:
-    """Show RUN, by default the latest run, until it ends, and then what became of it.
+    """Show RUN, by default the latest run, until it ends, and then its result.
 
-    Ctrl-C ends the look, not the run. Raises: EnvironmentFault if there is no run.
+    Ctrl-C ends the display, not the run. Raises: EnvironmentFault if there is no run.
     """
     if isinstance(output, TextIOWrapper):
-        output.reconfigure(errors="replace")  # a terminal that is not in UTF-8 draws no curves
+        output.reconfigure(errors="replace")  # a terminal without UTF-8 cannot draw curves
     run = RunFacts.read(chosen_run(call))
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it also gives the terminal back
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it also restores the terminal
     try:
         if run.goes_on:
             run = follow(run, output)
@@ -105,14 +105,14 @@ def watch(call: Call, output: TextIO = sys.stdout) -> None:
 
 
 def chosen_run(call: Call) -> RunFolder:
-    """Return the run to watch: of a run of several machines the folder of the first one."""
+    """Return the run to watch; for a run of several machines, the folder of the first one."""
     folder = run_folders.find(call.output_dir, call.invocation.run)
     first = run_folders.named_run(folder.path.parent, OTHER_NODE.sub("", folder.name))
     return first or folder
 
 
 def follow(run: RunFacts, output: TextIO) -> RunFacts:
-    """Show a run that continues until it has ended; return what its folder says then."""
+    """Show a run until it has ended; return the final content of its folder."""
     from rich.console import Console
 
     console = Console(file=output, highlight=False)
@@ -122,7 +122,7 @@ def follow(run: RunFacts, output: TextIO) -> RunFacts:
 
 
 def follow_on_terminal(run: RunFacts, console: "Console") -> RunFacts:
-    """Draw a frame a second on the terminal's other screen, and leave the last one behind."""
+    """Draw one frame per second on the terminal's other screen, and leave the last one visible."""
     from rich.live import Live
     from rich.text import Text
 
@@ -143,7 +143,7 @@ def follow_on_terminal(run: RunFacts, console: "Console") -> RunFacts:
 
 
 def follow_in_pipe(run: RunFacts, output: TextIO) -> RunFacts:
-    """Print a line for each log from now on, after those that there are."""
+    """Print a line for each new log, after the existing ones."""
     print(heading(run), file=output)
     while True:
         for line in run.new_lines:
@@ -158,7 +158,7 @@ def follow_in_pipe(run: RunFacts, output: TextIO) -> RunFacts:
 
 
 def verdict_lines(run: RunFacts) -> list[str]:
-    """Return what became of a run, and what to type next."""
+    """Return the result of a run, and what to type next."""
     verdict = run.verdict
     following = [f"next: {verdict.next}"] if verdict.next else []
     return [verdict.headline, *verdict.reasons, *following, f"run {run.folder.path}"]

@@ -22,7 +22,7 @@ from sft_play.plan.run_plan import PlannedRun
 
 MARGIN = 1.5  # of the planned training, for evaluations, answers and checkpoints
 START_SECONDS = 15 * 60  # to load packages, rows and weights
-STEP_SECONDS = 5 * 60  # hours are rounded up to as many minutes
+STEP_SECONDS = 5 * 60  # the limit is rounded up to a multiple of this
 NOTICE_SECONDS = 300  # before the time limit, to finish a step and save a checkpoint
 UNKNOWN_HOURS = 24
 CPUS_PER_GPU = 8
@@ -89,16 +89,16 @@ exit "$status"
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What the script asks of Slurm, and the command that each machine runs."""
+    """The script's request to Slurm, and the command that each machine runs."""
 
     name: str  # of the job, and the start of its runs' names
     nodes: int
     per_node: int  # processes of a machine
-    gpus_per_node: int  # one a process, but under model.device_map
+    gpus_per_node: int  # one per process, except under model.device_map
     device: str
     seconds: float | None  # of training by the plan; None: not known
     command: str  # quoted for a shell, without an apostrophe
-    variables: Sequence[str]  # that it reads, as `NAME=value`, quoted for a shell
+    variables: Sequence[str]  # variables read by the command, as `NAME=value`, quoted for a shell
     project: Path
     output_dir: Path
 
@@ -121,7 +121,7 @@ class SlurmJob:
 
 
 def script(job: SlurmJob) -> str:
-    """Return the script. It submits nothing: `sbatch FILE` does."""
+    """Return the script. It is submitted with `sbatch FILE`."""
     is_gpu = job.device == "cuda"
     return TEMPLATE.format(
         job=job,
@@ -129,7 +129,7 @@ def script(job: SlurmJob) -> str:
         cpus=job.gpus_per_node * CPUS_PER_GPU if is_gpu else job.per_node,
         exports="".join(f"export {words}\n" for words in job.variables),
         notice=NOTICE_SECONDS,
-        pattern=str(job.output_dir).replace("%", "%%"),  # % begins what Slurm fills in
+        pattern=str(job.output_dir).replace("%", "%%"),  # % starts Slurm's placeholders
         project=shlex.quote(str(job.project)),
         outputs=shlex.quote(str(job.output_dir)),
     )
@@ -142,10 +142,10 @@ OF_SCRIPT = "RUN NNODES NODE_RANK MASTER_ADDR MASTER_PORT TRAIN_RUN_NAME".split(
 def slurm(call: Call) -> str:
     """Write the script to OUT and return what to type next; without OUT return the script.
 
-    Under DeepSpeed if DEEPSPEED_CONFIG is given, else by the fastest strategy that fits.
+    Uses DeepSpeed if DEEPSPEED_CONFIG is given, otherwise the fastest strategy that fits.
     Raises: OutOfMemory for a plan that does not fit, EnvironmentFault if OUT cannot be written.
     """
-    call = without_meeting(call)  # the script finds the address out
+    call = without_meeting(call)  # the script determines the address
     use_deepspeed = call.invocation.deepspeed_config is not None
     planned = plan_for_display(call, use_deepspeed, use_deepspeed)
     if planned.plan.ranks.device == "cpu" and call.invocation.device != "cpu":
@@ -160,7 +160,7 @@ def slurm(call: Call) -> str:
         return text.rstrip("\n")
     path = Path(call.environ["OUT"])
     write_out(path, text)
-    job.output_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not make it for its log
+    job.output_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not create it for its log
     return (
         f"wrote {path}: {job.nodes} x {job.per_node} processes for {job.limit} "
         f"({job.limit_reason})\nsubmit it with: sbatch {path}"
@@ -168,7 +168,7 @@ def slurm(call: Call) -> str:
 
 
 def job_of(call: Call, planned: PlannedRun) -> SlurmJob:
-    """Return what the script of a plan asks for."""
+    """Return the request of a plan's script."""
     plan = planned.plan
     given = given_variables(call, *OF_SCRIPT)
     _, target, *words = next_command.start_command(plan, given)

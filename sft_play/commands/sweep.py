@@ -1,7 +1,7 @@
-"""`make sweep`: a run for each combination of settings, side by side if there are GPUs.
+"""`make sweep`: a run for each combination of settings, in parallel if there are GPUs.
 
-Every run is a `python -m sft_play train` of its own. Its name follows from its settings, so the
-same command resumes what was stopped. Loads no torch.
+Every run is a separate `python -m sft_play train`. Its name follows from its settings, so the
+same command resumes stopped runs. Loads no torch.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ NOT_SWEPT = ("train.run_name", "train.output_dir", "train.resume_from", "train.s
 def grid(over: str) -> list[tuple[str, ...]]:
     """Return every combination of OVER's values, the last setting changing first.
 
-    Each has its settings as they are written after --set, such as train.learning_rate=1e-4.
+    Each contains its settings as written after --set, e.g. train.learning_rate=1e-4.
     Raises: ConfigError for words that are not `setting=value,value`.
     """
     axes: dict[str, list[str]] = {}
@@ -66,12 +66,12 @@ def grid(over: str) -> list[tuple[str, ...]]:
 
 
 def name_of(prefix: str, settings: Mapping[str, object]) -> str:
-    """Return the name of the run with these settings, the same whenever they are the same."""
+    """Return the name of the run with these settings; equal settings give the same name."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return f"{prefix}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
 
 
-NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "RUN")  # of this command, not of its runs
+NOT_PASSED_ON = (GIVEN, GOALS, "OVER", "RUN")  # variables of this command, not of its runs
 
 
 @dataclass(frozen=True)
@@ -99,11 +99,11 @@ class Trial:
 class Sweep(StopSignals):
     """The processes of the runs. Inside this context a signal stops them.
 
-    A run that trains then saves a checkpoint and ends; no further run starts.
+    A training run then saves a checkpoint and ends; no further run starts.
     """
 
     def __init__(self, call: Call, slots: Sequence[str | None]) -> None:
-        """`slots` are CUDA_VISIBLE_DEVICES of each run at a time."""
+        """`slots` are the values of CUDA_VISIBLE_DEVICES for parallel runs."""
         super().__init__()
         self.call = call
         self.slots = slots
@@ -116,7 +116,7 @@ class Sweep(StopSignals):
             process.send_signal(signal.SIGINT)
 
     def run(self, command: list[str], environ: dict[str, str], log: Path) -> None:
-        """Run a command to its end; what it prints goes to `log`."""
+        """Run a command to its end; its output goes to `log`."""
         with log.open("w", encoding="utf-8") as output:
             process = subprocess.Popen(
                 command,
@@ -124,10 +124,10 @@ class Sweep(StopSignals):
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a terminal's Ctrl-C reaches it once, through this process
+                start_new_session=True,  # so that Ctrl-C reaches it only once, through this process
             )
             self._processes.append(process)
-            if self.requested:  # the signal came while the process started
+            if self.requested:  # the signal came while the process was starting
                 process.send_signal(signal.SIGINT)
             process.wait()
             self._processes.remove(process)
@@ -161,7 +161,7 @@ def sweep(call: Call, over: str) -> list[str]:
 def plan_trials(call: Call, over: str) -> list[Trial]:
     """Return a trial for each combination; every one of them is checked.
 
-    Raises: ConfigError, also while a run of the same sweep is going on.
+    Raises: ConfigError, also while a run of the same sweep is active.
     """
     trials = []
     for words in grid(over):
@@ -180,11 +180,11 @@ def plan_trials(call: Call, over: str) -> list[Trial]:
 
 
 def refuse_other_rows(call: Call, done: Sequence[Trial]) -> None:
-    """Refuse to count runs as done whose data files were changed since: the others would have them.
+    """Refuse to count runs as done if their data files have changed: others would use new files.
 
     Raises: ConfigError.
     """
-    compared = set()  # runs of a sweep mostly have the same files, which may be large
+    compared = set()  # a sweep's runs usually have the same files, which may be large
     for trial in done:
         run = trial.folder
         loaded = load_config(with_words(call, trial.words))
@@ -204,7 +204,7 @@ def with_words(call: Call, words: tuple[str, ...]) -> Call:
 
 
 def train_all(sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Run the trials, one on each slot at a time, until a signal stops them."""
+    """Run the trials, one per slot at a time, until a signal stops them."""
     free: queue.Queue[str | None] = queue.Queue()
     for slot in sweep.slots:
         free.put(slot)
@@ -247,7 +247,7 @@ def train_one(sweep: Sweep, trial: Trial, slot: str | None) -> None:
 
 
 def log_of(folder: RunFolder) -> Path:
-    """Return the file with what a run of a sweep prints."""
+    """Return the file with the output of a sweep's run."""
     return folder.path.parent / ".sweep" / f"{folder.name}.log"
 
 
@@ -285,7 +285,7 @@ def as_cell(number: float | None, digits: int) -> str:
 
 
 def lines_of_best(best: Trial) -> list[str]:
-    """Return what to type with the best run."""
+    """Return what to type to use the best run."""
     name = best.folder.name
     return [
         f"best {name}: {best.settings}",

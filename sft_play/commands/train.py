@@ -1,4 +1,4 @@
-"""The train targets: plan a run, write its folder, start its ranks; and what is set up for them.
+"""The train targets: plan a run, write its folder, start its ranks, and prepare for them.
 
 Loads no torch.
 """
@@ -63,7 +63,7 @@ from sft_play.runs.model_folder import refuse_unsafe_base
 from sft_play.runs.report import STARTED_AT, RunReport
 from sft_play.runs.resumed import AskedRun
 
-ACCELERATE_FILE = Path(".accelerate.yaml")  # of the current folder, as outputs/
+ACCELERATE_FILE = Path(".accelerate.yaml")  # in the current folder, like outputs/
 FREE_BYTES_FOR_A_RUN = 1 << 30
 NOT_BEGUN = "stopped on request before training began; nothing was trained"
 
@@ -76,10 +76,10 @@ def train(
     backend: str | None = None,
     launched: Launched | None = None,
 ) -> None:
-    """Plan a run, write its folder and hand the process over to its launcher.
+    """Plan a run, write its folder and replace the process with its launcher.
 
-    If a launcher has started this process already, as one of several, it becomes a worker.
-    Returns only by raising. Raises: StoppedOnRequest after a signal.
+    If a launcher has already started this process, as one of several, it becomes a worker.
+    Never returns. Raises: StoppedOnRequest after a signal.
     """
     stops.end_with_make()
     go_on_without_output()
@@ -103,7 +103,7 @@ def train(
             call, distributed, use_deepspeed, backend, with_tensorboard, is_rank
         )
         if with_tensorboard:
-            print(start_tensorboard(call, folder.path.parent))  # every run under its name
+            print(start_tensorboard(call, folder.path.parent))  # every run with its name
         sys.stdout.flush()
         with failure_recorded(folder):
             if is_rank:
@@ -116,7 +116,7 @@ def hand_over(
 ) -> NoReturn:
     """Become the launcher of a run, or its only rank, once all its machines have come.
 
-    If its only rank has been started, this process becomes what passes signals on to it.
+    If its only rank has already been started, this process forwards signals to it.
     """
     command = planned.plan.launch
     ranks = planned.plan.ranks
@@ -142,13 +142,13 @@ def prepare_run(
     with_tensorboard: bool = False,
     is_rank: bool = False,
 ) -> tuple[RunFolder, PlannedRun, EarlyRank | None]:
-    """Do all that comes before the launch: plan, make the run's folder, tokenize its rows.
+    """Do everything before the launch: plan, make the run's folder, tokenize its rows.
 
-    `is_rank` says that the ranks are started already, and that this process is one of them.
+    `is_rank` is True if the ranks are already started and this process is one of them.
     """
     call = with_project_ranks(call, distributed)
     loaded = load_config(call, backend)
-    # before there is a rank, whose memory on a GPU would be taken for another program's
+    # before a rank exists, whose GPU memory would be attributed to another program
     hardware = call.hardware
     early = None
     if not (is_rank or distributed or use_deepspeed):
@@ -171,7 +171,7 @@ def prepare_run(
     command = command_of(planned.plan.ranks, folder.path, call.environ)
     planned = replace(planned, plan=replace(planned.plan, launch=command))
     AskedRun.of(loaded, repeating_command(call, planned.plan, backend)).write(folder)
-    planned.write(folder)  # plan.json marks a run folder
+    planned.write(folder)  # plan.json identifies a run folder
     folder.write_report(planned_report(folder))
     print(report.plan_line(planned))
     print(f"run {folder.path}")
@@ -181,9 +181,9 @@ def prepare_run(
 
 
 def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -> PlannedRun:
-    """Tokenize the rows of a run, and write into its folder what its ranks read.
+    """Tokenize the rows of a run, and write the files that its ranks read.
 
-    `earlier` is the plan of the run that is resumed, None for a new one.
+    `earlier` is the plan of the resumed run, None for a new run.
     """
     from sft_play.data.pipeline import tokenize_run
 
@@ -192,7 +192,7 @@ def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -
     if earlier is not None:
         planned = planned.as_before(earlier)
     check_resumed_rows(folder, planned)
-    planned.write(folder)  # known now: micro-batches of a packed step, the longest answer
+    planned.write(folder)  # now known: micro-batches of a packed step, the longest answer
     if planned.plan.packing:
         print(report.packing_line(planned.plan, unpacked))
     write_launcher_files(folder, planned)
@@ -201,7 +201,7 @@ def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -
 
 def planned_report(folder: RunFolder) -> RunReport:
     """Return the run.json of a run that has not started; this process will be its launcher."""
-    earlier = folder.read_report()  # of the launch that this one continues from
+    earlier = folder.read_report()  # of the launch that is resumed
     before = earlier.scores("before")
     return RunReport(
         run=folder.name,
@@ -217,8 +217,8 @@ def planned_report(folder: RunFolder) -> RunReport:
 
 
 def repeating_command(call: Call, plan: RunPlan, backend: str | None) -> str:
-    """Return the make command that starts the same run again, under a new name."""
-    given = given_variables(call, env_name("train.run_name"))  # the name is taken now
+    """Return the make command that starts the same run again with a new name."""
+    given = given_variables(call, env_name("train.run_name"))  # the name is now taken
     if backend:  # that of a target such as train-unsloth, which may have a config of its own
         if env_name("train.resume_from") not in given:
             given.setdefault("CONFIG", BACKENDS[backend].default_config)
@@ -227,7 +227,7 @@ def repeating_command(call: Call, plan: RunPlan, backend: str | None) -> str:
 
 
 def write_launcher_files(folder: RunFolder, planned: PlannedRun) -> None:
-    """Write what accelerate and DeepSpeed read."""
+    """Write the files for accelerate and DeepSpeed."""
     plan = planned.plan
     if plan.ranks.strategy in ("ddp", "fsdp", "ep"):
         config = launch.accelerate_config(plan.ranks, mixed_precision(planned.config))
@@ -239,7 +239,7 @@ def write_launcher_files(folder: RunFolder, planned: PlannedRun) -> None:
 
 @contextlib.contextmanager
 def failure_recorded(folder: RunFolder) -> Iterator[None]:
-    """Note in run.json and report.html why a run ends before its launch."""
+    """Record in run.json and report.html why a run ends before its launch."""
     try:
         with disk_errors_in_words():
             yield
@@ -266,7 +266,7 @@ def _record_end(folder: RunFolder, status: str, exit_class: ExitClass, cause: st
 def with_project_ranks(call: Call, distributed: bool) -> Call:
     """Return the call with NUM_GPUS from the file of `make setup-accelerate`.
 
-    The user's own number wins, and a file that was written for another device does not count.
+    The user's number takes precedence, and a file for another device is ignored.
     """
     if not distributed or call.invocation.num_gpus is not None or not ACCELERATE_FILE.exists():
         return call
@@ -292,7 +292,7 @@ def check_trackers(config: Config, with_tensorboard: bool) -> None:
 
 
 def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
-    """Make the run's folder on a disk with room. Raises EnvironmentFault, ConfigError."""
+    """Make the run's folder on a disk with enough space. Raises EnvironmentFault, ConfigError."""
     output_dir = Path(config.train.output_dir)
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -307,7 +307,7 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
             f"train.output_dir={output_dir}: {free_bytes / GIB:.2f} GiB are free on its disk, "
             "a run needs 1; set TRAIN_OUTPUT_DIR to another disk"
         )
-    # every machine of a run writes a folder of its own, on a disk that they may share
+    # every machine of a run writes a separate folder, on a disk that they may share
     node_rank = call.invocation.node_rank
     of_node = f"-node{node_rank}" if node_rank else ""
     run_name = call.invocation.run or config.train.run_name
@@ -328,7 +328,7 @@ def mixed_precision(config: Config) -> str:
 
 
 def setup_accelerate(call: Call) -> list[str]:
-    """Write the project's accelerate file for this machine; the same call writes the same file."""
+    """Write the project's accelerate file for this machine; repeated calls write the same file."""
     planned = plan_run(call, load_config(call), distributed=True)
     config = launch.accelerate_config(planned.plan.ranks, mixed_precision(planned.config))
     header = (
@@ -345,7 +345,7 @@ def setup_accelerate(call: Call) -> list[str]:
 
 
 def start_tensorboard(call: Call, logdir: Path) -> str:
-    """Start TensorBoard with a run; return the line that says where it is."""
+    """Start TensorBoard with a run; return the line with its address."""
     from sft_play.monitor import tensorboard
 
     _, message = tensorboard.start(
@@ -355,16 +355,16 @@ def start_tensorboard(call: Call, logdir: Path) -> str:
 
 
 def run_launcher(folder: str, module: str, *words: str) -> None:
-    """Run the `main` of a launcher's module, and pass signals on to the ranks that it starts.
+    """Run the `main` of a launcher's module, and forward signals to the ranks that it starts.
 
-    What it prints of a rank that failed says neither why nor what to type, so the run's own words
-    follow it: at the exit, because Python prints an exception just before.
+    Its output about a failed rank has neither the reason nor what to type, so the run's message
+    follows it: at the exit, because Python prints an exception just before.
     """
     sys.argv = [module, *words]
     run = RunFolder(Path(folder))
 
     def say_last_words() -> None:
-        """Print why the run has ended, if it did not end well."""
+        """Print why the run has ended, if it ended with an error."""
         words = last_words(run)
         if words is not None:
             with contextlib.suppress(OSError):  # the terminal is gone
@@ -372,7 +372,7 @@ def run_launcher(folder: str, module: str, *words: str) -> None:
                 sys.stderr.flush()
 
     def end() -> None:
-        """End before there is a rank."""
+        """End before a rank exists."""
         _record_end(run, "stopped", ExitClass.STOPPED, NOT_BEGUN)
         say_last_words()
         stops.leave()
@@ -386,4 +386,4 @@ def run_launcher(folder: str, module: str, *words: str) -> None:
             launcher.main()
         finally:
             if run.read_report().exit_class == ExitClass.STOPPED:
-                sys.exit(int(ExitClass.STOPPED))  # the ranks' class, of which launchers make 1
+                sys.exit(int(ExitClass.STOPPED))  # the ranks' class, which launchers replace with 1

@@ -24,13 +24,13 @@ from sft_play.runs.model_folder import ADAPTER_CONFIG, ModelFolder, find_model
 
 ANSWER_LIMIT = "train.generation_max_new_tokens"
 IMAGE_FOLDER = "data.image_folder"
-UNKNOWN_LENGTH = 8192  # tokens of a row, for a model that says nothing of its longest
+UNKNOWN_LENGTH = 8192  # tokens of a row, for a model that does not name its maximum
 
 
 def chosen_run(call: Call, weights: Sequence[str] = WEIGHTS) -> RunFolder:
     """Return the run that RUN names, or the latest that has one of these folders of weights.
 
-    Which one that is, and which newer ones were skipped and why, goes to standard error.
+    The choice, and why newer runs were skipped, is printed to standard error.
     """
     if call.invocation.run:
         found = run_folders.find(call.output_dir, call.invocation.run)
@@ -43,7 +43,7 @@ def chosen_run(call: Call, weights: Sequence[str] = WEIGHTS) -> RunFolder:
 
 
 def base_now(call: Call) -> str | None:
-    """Return where MODEL_NAME says that the base is now, None if it says nothing."""
+    """Return the base model's current path in MODEL_NAME, None if it is not set."""
     base = loader.given_value("model.name", None, call.environ, call.overrides)
     return None if base is None else str(base)
 
@@ -61,9 +61,9 @@ def chosen_weights(call: Call) -> RunFolder:
 
 
 def settings_of(call: Call, run: RunFolder, target: str) -> LoadedConfig:
-    """Return a run's settings with those on top that are given now and that the target reads.
+    """Return a run's settings with the given ones on top that the target reads.
 
-    `is_set` tells which were given. Raises: ConfigError for what the target does not read.
+    `is_set` tells which were given. Raises: ConfigError for settings that the target does not read.
     """
     _refuse_unread(target, call.overrides)
     read = targets.READS[target]
@@ -84,13 +84,13 @@ def settings_of(call: Call, run: RunFolder, target: str) -> LoadedConfig:
     is_answered = target in ("infer", "chat")
     if is_answered and not loaded.is_set(ANSWER_LIMIT) and read_plan(run).has_auto_answer_limit:
         changes[ANSWER_LIMIT] = Located("auto", layers.displayed(own.source))
-    if is_answered and not loaded.is_set(IMAGE_FOLDER):  # the run's was of its rows
+    if is_answered and not loaded.is_set(IMAGE_FOLDER):  # the run's folder was for its rows
         changes[IMAGE_FOLDER] = Located(None, layers.displayed(own.source))
     return loaded.with_values(changes)
 
 
 def settings_of_model(model: ModelFolder, call: Call) -> RunSettings:
-    """Return what is known of weights without a run: base, length, and a type for this machine."""
+    """Return the facts of weights without a run: base, length, and a dtype for this machine."""
     hardware = call.machine
     is_bf16 = hardware.supports_bf16
     is_fp16 = hardware.kind == "cuda" and not is_bf16
@@ -110,14 +110,14 @@ def settings_of_model(model: ModelFolder, call: Call) -> RunSettings:
 
 
 def _as_layer(values: dict[str, object], source: Path) -> RunSettings:
-    """Return values of a file as the layer of settings below those that are given."""
+    """Return values of a file as the layer of settings below the given ones."""
     shown = layers.displayed(source)
     layer = {path: Located(value, shown) for path, value in values.items()}
     return RunSettings(layer, source, frozenset(layer))
 
 
 def _refuse_unread(target: str, overrides: Sequence[str]) -> None:
-    """Raise ConfigError for words of --set that a target does not read."""
+    """Raise ConfigError for values of --set that a target does not read."""
     problems = []
     read = sorted(path for path in settings() if env_name(path) in targets.READS[target])
     for entry in overrides:
@@ -128,7 +128,7 @@ def _refuse_unread(target: str, overrides: Sequence[str]) -> None:
 
 
 def asked_dtype(call: Call, run: RunFolder, target: str = "merge") -> str | None:
-    """Return the type in which merged weights are to be stored, None for the base's own."""
+    """Return the dtype in which merged weights are stored, None for the base model's."""
     asked = settings_of(call, run, target)
     dtype = asked.config.model.dtype
     return dtype if asked.is_set("model.dtype") and dtype != "auto" else None
@@ -151,12 +151,12 @@ def lm_eval_lines(run: RunFolder, tasks: str) -> list[str]:
 
 
 def used_alone(run: RunFolder) -> AbstractContextManager[None]:
-    """Keep other commands that write to a run folder out of it. Raises: EnvironmentFault."""
+    """Lock a run folder against other commands that write to it. Raises: EnvironmentFault."""
     return lock.used_alone(run.path)
 
 
 def compares(call: Call, run: RunFolder) -> bool:
-    """Return whether COMPARE asks for the base in addition to the trained model.
+    """Return whether COMPARE requests the base model in addition to the trained model.
 
     Raises: ConfigError if a folder names no base.
     """
@@ -178,7 +178,7 @@ def prompts(call: Call, given: str | None) -> Iterable[str]:
 
 
 def images(call: Call) -> str | list[str]:
-    """Return the images of `infer` that IMAGE names, with commas between them or as a list."""
+    """Return the images of `infer` in IMAGE, separated by commas or as a list."""
     given = call.words.text("IMAGE") or ""
     if given.startswith("["):
         return given
