@@ -1,7 +1,7 @@
 """The script that quantizes a folder with llm-compressor, by AWQ (arXiv:2306.00978).
 
-It runs in a process of its own, with packages of .venv/quantize, and imports nothing of this
-project. Its one argument is a JSON file: model_class, source, target, rows (a file of safetensors
+It runs in a separate process, with packages of .venv/quantize, and imports nothing of this
+project. Its only argument is a JSON file: model_class, source, target, rows (a file of safetensors
 with ids and ends), group_size, ignore, trust_remote_code.
 """
 
@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 
 
 def main() -> None:
-    """Quantize what is asked for."""
+    """Quantize the requested folder."""
     with open(sys.argv[1], encoding="utf-8") as file:
         asked = json.load(file)
     dtype = torch.bfloat16
     if not torch.cuda.is_available():
-        # llm-compressor pins each batch, which torch does for a GPU alone
+        # llm-compressor pins each batch, which torch supports only with a GPU
         torch.Tensor.pin_memory = lambda self, *_: self
-        dtype = torch.float32  # a CPU multiplies 16 bits slowly
+        dtype = torch.float32  # a CPU multiplies slowly in 16 bits
     model = getattr(transformers, asked["model_class"]).from_pretrained(
         asked["source"], dtype=dtype, trust_remote_code=asked["trust_remote_code"]
     )

@@ -47,7 +47,7 @@ class AnswerPrinter(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.text = ""
         self._space = template_space(tokenizer)
-        self._waiting = ""  # whitespace that may be the template's, until text follows it
+        self._waiting = ""  # possibly the template's whitespace, until text follows it
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Print the next part of the answer."""
@@ -65,7 +65,7 @@ def answer(
 ) -> Answer:
     """Return the model's next turn; a `printer` shows it while it is generated.
 
-    Raises: DataError for a prompt that the model or its template does not take.
+    Raises: DataError for a prompt that the model or its template does not accept.
     """
     prompt = trained.prompt_ids(messages)
     generator = trained.generator(trained.answer_limit(len(prompt)))
@@ -80,10 +80,10 @@ def answer_all(
     request: SamplingRequest = NOTHING_ASKED,
     images: str | Sequence[str] = (),
 ) -> Iterator[str]:
-    """Yield the answer to each prompt; that one was cut goes to standard error.
+    """Yield the answer to each prompt; a note on a cut answer goes to standard error.
 
-    `config` is the run's with other settings of generation. `images` are as `question_of` takes
-    them, and each prompt has all of them.
+    `config` is the run's config with other generation settings. `images` have the format of
+    `question_of`, and each prompt gets all of them.
     """
     trained = load_to_answer(folder, device, config, request)
     for prompt in prompts:
@@ -97,10 +97,10 @@ def answer_all(
 def question_of(
     trained: TrainedModel, text: str, images: str | Sequence[str], name: str
 ) -> Message:
-    """Return a question with images, paths or URLs: at its marks, or before its text.
+    """Return a question with images (paths or URLs) at its marks, or before its text.
 
-    They may be one text, a list in JSON. Raises: DataError, which calls them `name`, for one that
-    cannot be read, and for a model that reads none; EnvironmentFault.
+    They may be one text, a list in JSON. Raises: DataError, with `name` as their name, for an
+    image that cannot be read, and for a model that reads none; EnvironmentFault.
     """
     if not images:
         return Message("user", text)
@@ -120,11 +120,11 @@ def system_messages(trained: TrainedModel) -> list[Message]:
 
 @dataclass
 class Speaker:
-    """A model that answers, and the conversation as it goes with this one."""
+    """A model that answers, and its conversation."""
 
     name: str  # tuned or base
     trained: TrainedModel
-    is_used: Callable[[], contextlib.AbstractContextManager[None]]  # around its answers
+    is_used: Callable[[], contextlib.AbstractContextManager[None]]  # context for its answers
     messages: list[Message]
 
 
@@ -138,8 +138,8 @@ def chat_with(
 ) -> None:
     """Chat until /exit, an empty line or the end of the input.
 
-    Each prompt is the whole conversation so far. On a terminal there are a banner and a prompt
-    sign; piped input gets the answers alone. With `compares` the base answers, too.
+    Each prompt is the full conversation so far. A terminal shows a banner and a prompt
+    sign; piped input gets only the answers. With `compares` the base answers, too.
     """
     trained = load_to_answer(folder, device, config, request)
     if is_terminal:
@@ -154,7 +154,7 @@ def chat_with(
 
 
 def banner_lines(folder: RunFolder, trained: TrainedModel) -> list[str]:
-    """Return what a chat begins with: the run, its base, the device, limits, how to leave."""
+    """Return the start of a chat: the run, its base, the device, limits, how to leave."""
     config = trained.config
     dtype = str(trained.process.compute_dtype).removeprefix("torch.")
     positions = positions_of(trained.model.config.to_dict())
@@ -182,10 +182,10 @@ class Chat:
     """A conversation on standard input and output, with one model or with several."""
 
     speakers: list[Speaker]  # the tuned one is the last
-    system: list[Message]  # what a conversation begins with
+    system: list[Message]  # the start of a conversation
     sign: str  # before each question
     folder: Path = Path()  # of the run
-    images: list[str] = field(default_factory=list)  # paths, of the next question
+    images: list[str] = field(default_factory=list)  # paths, for the next question
 
     def run(self) -> None:
         """Read questions and commands, and answer them."""
@@ -211,11 +211,11 @@ class Chat:
             return input(self.sign).strip()
         except (EOFError, KeyboardInterrupt):
             if self.sign:
-                print()  # the shell's prompt begins a line
+                print()  # the shell's prompt needs a new line
             return ""
 
     def _obey(self, command: str, text: str) -> str:
-        """Carry out a command and return what it says."""
+        """Execute a command and return its output."""
         if command == "/reset":
             self._begin_anew()
             return "the conversation is empty"
@@ -237,7 +237,7 @@ class Chat:
         self.images = []
 
     def _add_image(self, path: str) -> str:
-        """Keep an image for the next question if it can be read."""
+        """Store an image for the next question if it can be read."""
         if not path:
             return f"/image needs a path; images of the next question: {len(self.images)}"
         trained = self.speakers[-1].trained
@@ -298,7 +298,7 @@ class Chat:
 
 
 def cut_note(trained: TrainedModel) -> str:
-    """Return why an answer was cut, and what lets it continue."""
+    """Return why an answer was cut, and how to allow longer answers."""
     limit = trained.config.train.generation_max_new_tokens
     if limit == "auto":
         return "the answer was cut: the model wrote no stop token"

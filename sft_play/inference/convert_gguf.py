@@ -1,9 +1,8 @@
-"""Run llama.cpp's own converter of Hugging Face folders, with a given pre-tokenizer.
+"""Run llama.cpp's converter of Hugging Face folders, with a given pre-tokenizer.
 
-A script: `gguf_tools` starts it by its path, in a process of its own, so that nothing of this
-project is imported there. The converter knows a tokenizer by a hash over its vocabulary, so every
-tokenizer with tokens of its own is unknown to it, however common its rules are.
-
+A script: `gguf_tools` starts it by its path in a separate process, so that nothing of this
+project is imported there. The converter identifies a tokenizer by a hash over its vocabulary. It
+therefore knows no tokenizer with additional tokens, however common its rules are.
     python -P convert_gguf.py <llama.cpp> <pre-tokenizer or -> <words of the converter>...
 """
 
@@ -26,7 +25,7 @@ def main() -> None:
 
 
 def kinds_that_know_tokenizers(converter: Any) -> list[type]:
-    """Return the converter's classes that have the list of hashes: one file, or a package."""
+    """Return the converter's classes with the list of hashes: one file, or a package."""
     modules = [converter]
     if "conversion" in sys.modules:
         import conversion.base
@@ -42,7 +41,7 @@ def kinds_that_know_tokenizers(converter: Any) -> list[type]:
 
 
 def named(known: Callable[..., str], pre_tokenizer: str) -> Callable[..., str]:
-    """Return a lookup that answers `pre_tokenizer` if the converter's own knows none."""
+    """Return a lookup that answers `pre_tokenizer` if the converter's lookup finds none."""
 
     def find(self: Any, tokenizer: Any) -> str:
         try:

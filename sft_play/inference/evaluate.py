@@ -1,4 +1,4 @@
-"""Score the weights of a finished run, on its test rows or on other ones."""
+"""Score the weights of a finished run on its test rows or on other rows."""
 
 import contextlib
 from dataclasses import dataclass, replace
@@ -43,8 +43,8 @@ predict_with_generate generation_max_new_tokens generation_num_beams generation_
 eval_batch_size
 """.split()
 OWN_ROWS = "again"  # the name of the scores of the run's own test rows
-MOST_ROWS = 8  # of an evaluation without a plan
-BYTES_OF_SCORE = 12  # the head's scores of a token in 16 bits, in float32, and their softmax
+MOST_ROWS = 8  # rows per batch of an evaluation without a plan
+BYTES_OF_SCORE = 12  # the head's logits per token in 16 bits, in float32, and their softmax
 TAKEN_NAMES = (OWN_ROWS, "before", "after")
 
 
@@ -54,7 +54,7 @@ class ScoredRows:
 
     split: Split
     name: str
-    path: Any  # as data.test_path has it, in JSON; None for the run's own rows
+    path: Any  # the value of data.test_path, in JSON; None for the run's test rows
     lines: tuple[str, ...] = ()
 
 
@@ -67,8 +67,8 @@ def evaluate_run(
 ) -> list[str]:
     """Score a run's weights and write eval/<name>.json and eval/<name>.jsonl.
 
-    `asked` are the run's settings with others on top: with data.test_path the rows of that file
-    are scored, rendered as in training, and otherwise the run's test rows. With `compares` the base
+    `asked` are the run's settings with others on top. With data.test_path, the rows of that file
+    are scored, rendered as in training; otherwise the run's test rows are. With `compares` the base
     is scored, too, into eval/<name>.base.json. Processes with a `place` share the rows.
     Returns the lines to print.
     """
@@ -114,7 +114,7 @@ def chosen_rows(folder: RunFolder, config: Config, asked: LoadedConfig | None) -
 def with_batch_size(trained: TrainedModel, rows: Split) -> TrainedModel:
     """Return the model with a number for train.eval_batch_size if no plan has resolved it.
 
-    So many rows of the longest one's length fit into half of the free memory, of every process.
+    Half of every process's free memory is enough for so many rows of the longest row's length.
     """
     train = trained.config.train
     if train.eval_batch_size != "auto":
@@ -129,7 +129,7 @@ def with_batch_size(trained: TrainedModel, rows: Split) -> TrainedModel:
 
 
 def said_of_model(folder: ModelFolder, trained: TrainedModel, rows: Split) -> list[str]:
-    """Return what was taken from a folder, its base and its tokenizer, if a run knows it."""
+    """Return what is used from a folder, its base and its tokenizer, if a run knows it."""
     tokenizer, stops = trained.tokenizer, trained.stops
     dtype = dtype_name(trained.model.dtype)
     over = f" over {folder.base}" if folder.base is not None else ""
@@ -143,7 +143,7 @@ def said_of_model(folder: ModelFolder, trained: TrainedModel, rows: Split) -> li
         place = "the tokenizer's"
     else:
         place = "config.json" if folder.base is None else "its base's"
-    ends = trained_stops(rows, tokenizer)  # as answers of these rows end, the first one mostly
+    ends = trained_stops(rows, tokenizer)  # the usual end of these rows' answers first
     words = " ".join(tokenizer.convert_ids_to_tokens(list(stops) or ends))
     lines = [
         f"model {folder.path}{over} in {dtype}",
@@ -164,7 +164,7 @@ def said_of_model(folder: ModelFolder, trained: TrainedModel, rows: Split) -> li
 
 
 def _score(trained: TrainedModel, rows: ScoredRows, answers: Path) -> Scores:
-    """Score a model and write what it says; every process of several must call it."""
+    """Score a model and write its outputs; every process of several must call it."""
     evaluator = Evaluator(
         rows.split,
         trained.tokenizer,
@@ -192,11 +192,11 @@ def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizer
     Raises: DataError for a row that cannot be used, with its file and line.
     """
     data = sources.resolved(config.data)
-    # the other files may be gone
+    # the other files may be missing
     data = data.changed({"train_path": None, "val_path": None})
     config = config.changed({"data": data})
     found = tokenize_sources(config, find_sources(config), tokenizer)
-    trained_on: tuple[TokenizedSource, ...] = ()  # if the files are gone or not known
+    trained_on: tuple[TokenizedSource, ...] = ()  # if the files are missing or not known
     if not isinstance(folder, ModelFolder):
         with contextlib.suppress(DataError):
             trained_on = DataFacts.from_json(folder.read_data()).sources["train"]
@@ -238,7 +238,7 @@ def with_answer_limit(config: Config, rows: Split) -> Config:
 
 
 def _free_name(folder: RunFolder, stem: str, path: Any) -> str:
-    """Return the name of a file's scores: its own, unless another file's scores have that."""
+    """Return the name of a file's scores: its name, unless another file's scores have that."""
     for number in count(1):
         name = stem if number == 1 else f"{stem}-{number}"
         scores = folder.evaluation / f"{name}.json"

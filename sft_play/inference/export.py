@@ -1,4 +1,4 @@
-"""`make export`: a run's weights as other programs load them, compared with what was scored."""
+"""`make export`: write a run's weights for other programs, and compare them with the run."""
 
 from pathlib import Path
 
@@ -34,8 +34,8 @@ from sft_play.runs.folder import RunFolder
 def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
     """Export a run as `asked`; return the lines to print.
 
-    Raises: ConfigError for a run that cannot be exported so; CheckpointError for files that are not
-    the evaluated model; EnvironmentFault without llama.cpp or llm-compressor.
+    Raises: ConfigError for a run that cannot be exported this way; CheckpointError for files that
+    differ from the evaluated model; EnvironmentFault without llama.cpp or llm-compressor.
     """
     export = Export.of(folder, asked)
     if asked.format in COMPRESSED:
@@ -58,11 +58,11 @@ def write_safetensors(export: Export, staging: Path, _: Path) -> Written:
 
 
 def write_adapter(export: Export, staging: Path, _: Path) -> Written:
-    """Write an adapter as vLLM serves it, of ADAPTERS.
+    """Write an adapter, in a format of ADAPTERS, for vLLM.
 
-    It is opened again in PEFT's layout, of which the other one is made without rounding.
+    It is verified in PEFT's layout; the other layout is made from it without rounding.
 
-    Raises: ConfigError for a run without one, or for an adapter that vLLM does not serve.
+    Raises: ConfigError for a run without an adapter, or for one that vLLM cannot serve.
     """
     config, kind = export.config, export.asked.format
     if config.tuning.mode == "full":

@@ -1,9 +1,9 @@
-"""`make export FORMAT=fp8`, int4, nvfp4 or awq: files of compressed-tensors, as vLLM serves them.
+"""`make export FORMAT=fp8`, int4, nvfp4 or awq: files of compressed-tensors for vLLM.
 
-The linear layers of the decoder are quantized, shard by shard. For awq llm-compressor does it, by
-rows of training and in a separate process (`calibrate_awq`): it needs another compressed-tensors.
-Embeddings, head, norms and routers stay as they are. The folder is opened by transformers and
-compressed-tensors alone and scored on test rows: what keeps too little of the run's gain is not
+The linear layers of the decoder are quantized, shard by shard. For awq, llm-compressor does it with
+training rows and in a separate process (`calibrate_awq`): it needs another compressed-tensors.
+Embeddings, head, norms and routers are unchanged. The folder is opened with only transformers and
+compressed-tensors, and scored on test rows. Files that lose too much of the run's gain are not
 published.
 
 Legend: O outputs of a linear layer, I its inputs, G numbers that share a scale.
@@ -53,19 +53,19 @@ from sft_play.runs.files import read_json, write_json
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a name
 EXPERT = re.compile(r"\.experts\.\d+\.\w+$")
-WEIGHTS = "*.safetensors*"  # with their index
-SHOWN_LAYERS = 3  # that lose most
+WEIGHTS = "*.safetensors*"  # including their index
+SHOWN_LAYERS = 3  # with the largest loss
 SCRIPT = Path(__file__).with_name("calibrate_awq.py")
 QUANTIZE = Path(sys.prefix) / "quantize"  # where make install-quantize puts llm-compressor
 CALIBRATION_ROWS = 128
-BLOCK_TOKENS = 2048  # that are computed at once, of several rows
+BLOCK_TOKENS = 2048  # tokens of several rows that are computed at once
 
 
 def write_compressed(export: Export, staging: Path, plain: Path) -> Written:
     """Write a folder of quantized weights.
 
-    Raises: ConfigError for a model that is not quantized here; CheckpointError if the files do
-    not keep enough of the run's gain; EnvironmentFault without llm-compressor, or if it fails.
+    Raises: ConfigError for a model that cannot be quantized here; CheckpointError if the files
+    lose too much of the run's gain; EnvironmentFault without llm-compressor, or if it fails.
     """
     kind = export.asked.format
     if kind == "awq":
@@ -93,7 +93,7 @@ def write_compressed(export: Export, staging: Path, plain: Path) -> Written:
 
 
 def remedies(export: Export, plain: Path, refused: "CompressedScores") -> str:
-    """Return what to type in place of a refused format; fp8 is written and scored for it."""
+    """Return what to type instead of a refused format; fp8 is written and scored for it."""
     config, kind, least = export.config, export.asked.format, export.asked.least_gain
     found = ["FORMAT=safetensors exports it without this loss"]
     if kind != "fp8":
@@ -121,7 +121,7 @@ def require_llm_compressor() -> None:
 
 
 def calibrate(export: Export, source: Path, target: Path) -> None:
-    """Write a folder of plain weights as llm-compressor quantizes it, by rows of training.
+    """Quantize a folder of plain weights with llm-compressor and training rows.
 
     Raises: EnvironmentFault if llm-compressor fails; ConfigError for experts.
     """
@@ -169,8 +169,8 @@ def compress_folder(
 ) -> dict[str, float]:
     """Write a folder of plain weights as a quantized one; return the error of each layer.
 
-    That is the norm of what rounding changes over that of the weights. One shard is in memory. What
-    stays of a folder in float32 is written in bfloat16, in which servers compute.
+    The error is the norm of rounding differences relative to that of the weights. One shard is in
+    memory at a time. Remaining float32 weights are written in bfloat16, in which servers compute.
     Raises: ConfigError for files that lack layers of the class, or have experts in one tensor.
     """
     described = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
@@ -183,7 +183,7 @@ def compress_folder(
         chosen |= _experts_in_files(experts, shapes, kind, source)
     scheme = scheme_of(kind, (shapes[name][1] for name in chosen), source.name)
     matrices = {name for name, shape in shapes.items() if len(shape) == 2}
-    # servers find a layer by its name in the files, and routers are no nn.Linear
+    # servers find a layer by its name in the files, and routers are not nn.Linear
     kept = sorted({*others, *(matrices - chosen)})
     link_files(source, target, WEIGHTS)
     saved = read_json(target / "config.json")
@@ -232,9 +232,9 @@ def compress(
 def _names_in_files(
     linears: Sequence[str], stored: Mapping[str, list[int]], source: Path
 ) -> set[str]:
-    """Return what the files call the linear layers, which may begin otherwise than in the class.
+    """Return the files' names of the linear layers, whose prefix may differ from the class.
 
-    Raises: ConfigError if they have not all of them under one beginning.
+    Raises: ConfigError if not all of them have one prefix.
     """
     numbered = NUMBER.search(linears[0])
     begin = linears[0][: numbered.start()] if numbered else ""
@@ -252,9 +252,9 @@ def _names_in_files(
 def _experts_in_files(
     experts: Sequence[ExpertWeight], stored: Mapping[str, list[int]], kind: str, source: Path
 ) -> set[str]:
-    """Return what the files call the matrices of experts, which they have one by one.
+    """Return the files' names of the experts' matrices, which are stored one by one.
 
-    Raises: ConfigError if they have them in one tensor, or for a format without experts.
+    Raises: ConfigError if they are stored in one tensor, or for a format without experts.
     """
     found = {name for name, shape in stored.items() if EXPERT.search(name) and len(shape) == 2}
     weights = sum(math.prod(each.shape) for each in experts)
@@ -270,7 +270,7 @@ def _experts_in_files(
 
 @dataclass(frozen=True)
 class CompressedScores:
-    """What quantized files say of test rows, and of the rows of the run's reference."""
+    """Scores of quantized files on test rows, and on the rows of the run's reference."""
 
     table: np.ndarray  # as in `improvement`
     reopened: Reopened
@@ -291,19 +291,19 @@ class CompressedScores:
 
     @property
     def publishing_gain(self) -> float | None:
-        """The least gain to ask for that publishes the files as they are; None: no gain does."""
+        """The largest minimum gain with which the files are published; None: no gain does."""
         least = max(0.0, self.losses.gain_kept // 0.01 / 100)
         return None if self.faults(least) else least
 
     def faults(self, least_gain: float) -> list[str]:
-        """Return what is not as in the run."""
+        """Return the differences from the run."""
         return [*self.losses.faults(least_gain), *self.reopened.broken()]
 
 
 def score(export: Export, files: Path) -> CompressedScores:
-    """Return what a quantized folder says, opened in processes of its own.
+    """Return the scores of a quantized folder, opened in separate processes.
 
-    Raises: CheckpointError if the run's own scores are gone.
+    Raises: CheckpointError if the run's scores are missing.
     """
     found = read_scored_rows(export.run, export.data.test)
     if found is None:
@@ -318,7 +318,7 @@ def score(export: Export, files: Path) -> CompressedScores:
 
 
 def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:
-    """Return the nats of all labels of each sample, by a folder in a fresh process.
+    """Return the nats of all labels of each sample, from a folder in a fresh process.
 
     Raises: CheckpointError if the folder cannot be opened.
     """

@@ -1,4 +1,4 @@
-"""`make export FORMAT=gguf`: files for llama.cpp and what is built on it, opened and scored."""
+"""`make export FORMAT=gguf`: write files for llama.cpp and its users, open and score them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -39,11 +39,11 @@ from sft_play.runs.files import Json, read_json, write_json, write_text
 REPORT = "export.json"
 CHECKED_PROMPTS = 100  # for the Modelfile
 MOST_ANSWERS = 32
-CHECKED_ROWS = 200  # for their tokens
-LEAST_SAME_TOKENS = 0.95  # share of them that must have the tokens of training
+CHECKED_ROWS = 200  # for comparing their tokens
+LEAST_SAME_TOKENS = 0.95  # share of them that must have the same tokens as in training
 LEAST_CONTEXT = 512
-ROOM = 8  # tokens of the context beyond the longest row
-# Of llama.cpp, the most common first: other ones split text as one of these, or are rare
+ROOM = 8  # tokens of the context in addition to the longest row
+# Of llama.cpp, the most common first: others split text like one of these, or are rare
 PRE_TOKENIZERS = """
 gpt-2 llama-bpe qwen2 starcoder qwen35 deepseek-v3 gpt-4o tekken deepseek-llm falcon chatglm-bpe
 default
@@ -55,7 +55,7 @@ def write_gguf(export: Export, staging: Path, plain: Path) -> Written:
     """Write gguf files and a Modelfile for each.
 
     Raises: ConfigError for a run on images; EnvironmentFault without llama.cpp; CheckpointError
-    if the converter does not take the model, or a file is not what was scored.
+    if the converter does not support the model, or if a file differs from the scored model.
     """
     if export.data.test.has_images:
         raise ConfigError(
@@ -76,9 +76,9 @@ def write_gguf(export: Export, staging: Path, plain: Path) -> Written:
 def write_files(
     export: Export, tools: LlamaCpp, plain: Path, staging: Path
 ) -> tuple[list[str], Path, list[str]]:
-    """Write a file of each asked type.
+    """Write a file of each requested type.
 
-    Return their names, the file of 16 bits that others were quantized from, and the lines to print.
+    Return their names, the 16-bit file that others were quantized from, and the lines to print.
     """
     dtype = read_json(plain / "config.json").get("dtype")
     in_16_bits = "F16" if dtype == "float16" else "BF16"
@@ -95,9 +95,9 @@ def write_files(
 
 
 def convert(export: Export, tools: LlamaCpp, plain: Path, target: Path, kind: str) -> list[str]:
-    """Write a file of 16 bits; a tokenizer that the converter does not know is measured.
+    """Write a 16-bit file; if the converter does not know the tokenizer, test pre-tokenizers.
 
-    Raises: CheckpointError if no pre-tokenizer of llama.cpp splits text as training did.
+    Raises: CheckpointError if no pre-tokenizer of llama.cpp splits text as in training.
     """
     try:
         tools.convert(plain, target, kind, export.asked.pre_tokenizer)
@@ -127,7 +127,7 @@ def convert(export: Export, tools: LlamaCpp, plain: Path, target: Path, kind: st
 
 
 def write_modelfiles(export: Export, staging: Path, files: list[str]) -> list[str]:
-    """Write Modelfile for the first file and Modelfile.<type> for others, once it is checked."""
+    """Write Modelfile for the first file and Modelfile.<type> for others, after checking it."""
     tokenizer, system = export.tokenizer, export.config.data.system_prompt
     texts = turn_texts_of(tokenizer)
     if texts is None:
@@ -154,7 +154,7 @@ def write_modelfiles(export: Export, staging: Path, files: list[str]) -> list[st
 
 
 def parameters_of(export: Export) -> dict[str, float]:
-    """Return Ollama's context and sampling: those of training and of generation_config.json."""
+    """Return Ollama's context and sampling, from training and from generation_config.json."""
     generation = read_json(export.weights / GENERATION_CONFIG_NAME)
     parameters = {"num_ctx": export.config.model.max_seq_len}
     if not generation.get("do_sample"):
@@ -164,7 +164,7 @@ def parameters_of(export: Export) -> dict[str, float]:
 
 
 def turn_texts_of(tokenizer: PreTrainedTokenizerBase) -> TurnTexts | None:
-    """Return what the chat template writes around contents, without what Ollama adds itself."""
+    """Return the chat template's texts around contents, without the ones that Ollama adds."""
     template = ChatTemplate(tokenizer)
     return read_turn_texts(
         lambda messages: template.render_prompt(list(messages)), added(tokenizer)
@@ -172,7 +172,7 @@ def turn_texts_of(tokenizer: PreTrainedTokenizerBase) -> TurnTexts | None:
 
 
 def added(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the token that a tokenizer puts before every text, "" for none."""
+    """Return the token that a tokenizer adds before every text, "" for none."""
     ids = tokenizer("a")["input_ids"]
     return tokenizer.bos_token if ids and ids[0] == tokenizer.bos_token_id else ""
 
@@ -180,7 +180,7 @@ def added(tokenizer: PreTrainedTokenizerBase) -> str:
 def score_files(export: Export, staging: Path, files: list[str], source: Path) -> list[str]:
     """Open each file with llama-cpp-python and compare it with the run; return the lines to print.
 
-    Raises: CheckpointError for a file that keeps too little of what was learned.
+    Raises: CheckpointError for a file that loses too much of what was learned.
     """
     if bindings() is None:
         return [
@@ -207,7 +207,7 @@ def score_files(export: Export, staging: Path, files: list[str], source: Path) -
 
 @dataclass(frozen=True)
 class SameTokens:
-    """How many texts a gguf file encodes as training did."""
+    """How many texts a gguf file tokenizes as in training."""
 
     same: int
     rows: int
@@ -219,13 +219,13 @@ class SameTokens:
 
 @dataclass(frozen=True)
 class GgufScores(Losses):
-    """What a gguf file says, and the run's scores of the same rows."""
+    """Scores of a gguf file, and the run's scores of the same rows."""
 
     tokens: SameTokens
     rouge_l: float | None = None  # None if no answers were generated
     run_rouge_l: float | None = None
     answers: int = 0
-    ended: int = 0  # answers that end with a stop
+    ended: int = 0  # answers that end with a stop token
     run_ended: int = 0
 
     def line(self, name: str) -> str:
@@ -242,7 +242,7 @@ class GgufScores(Losses):
         )
 
     def faults(self, least_gain: float = LEAST_GAIN) -> list[str]:
-        """Return what is not as in the run."""
+        """Return the differences from the run."""
         found = super().faults(least_gain)
         if self.run_ended - self.ended > max(1, self.answers // 10):
             lost = self.run_ended - self.ended
@@ -261,7 +261,7 @@ class GgufScores(Losses):
 def same_tokens(
     path: Path, split: Split, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str | None = None
 ) -> SameTokens:
-    """Return how many rows a gguf file encodes as training did, under another pre-tokenizer."""
+    """Return how many rows a gguf file tokenizes as in training, with another pre-tokenizer."""
     overrides = {PRE_TOKENIZER_KEY: pre_tokenizer} if pre_tokenizer else None
     pairs = list(texts_of(split, tokenizer))
     with closing(opened(path, vocab_only=True, kv_overrides=overrides)) as model:
@@ -272,7 +272,7 @@ def same_tokens(
 
 
 def texts_of(split: Split, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int]]]:
-    """Yield texts of rows with their ids, if the tokenizer itself finds these ids again."""
+    """Yield texts of rows with their ids, if the original tokenizer reproduces these ids."""
     for index in range(min(len(split), CHECKED_ROWS)):
         ids = split[index].ids.tolist()
         text = tokenizer.decode(ids)
@@ -283,21 +283,21 @@ def texts_of(split: Split, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple
 def best_pre_tokenizer(
     path: Path, split: Split, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[str, SameTokens]:
-    """Return llama.cpp's pre-tokenizer under which most rows have the tokens of training."""
+    """Return llama.cpp's pre-tokenizer with which most rows have the tokens of training."""
     found = {name: same_tokens(path, split, tokenizer, name) for name in PRE_TOKENIZERS}
     best = max(found, key=lambda name: found[name].same)
     return best, found[best]
 
 
 def score_gguf(path: Path, export: Export) -> GgufScores | None:
-    """Return what a gguf file says of a run's test rows; None if the run wrote no losses."""
+    """Return a gguf file's scores on a run's test rows; None if the run wrote no losses."""
     found = read_scored_rows(export.run, export.data.test)
     if found is None:
         return None
     samples, written = found
     tokens = same_tokens(path, export.data.test, export.tokenizer)
     context = max(LEAST_CONTEXT, ROOM + max(len(sample.ids) for sample in samples))
-    # on a GPU if llama-cpp-python was built for one
+    # on a GPU if llama-cpp-python was built for GPUs
     with closing(opened(path, n_ctx=context, n_gpu_layers=-1, logits_all=True)) as model:
         nats = [nats_of(model, sample) for sample in samples]
         losses = Losses.of_table(np.column_stack([written, nats]))
@@ -305,7 +305,7 @@ def score_gguf(path: Path, export: Export) -> GgufScores | None:
 
 
 def nats_of(model: Any, sample: Sample) -> float:
-    """Return the negative log-likelihood of a row's labels, nats."""
+    """Return the negative log-likelihood of a row's labels in nats."""
     model.reset()
     model.eval(sample.ids.tolist())
     positions = np.flatnonzero(sample.labels != IGNORE_INDEX)
@@ -342,7 +342,7 @@ def with_answers(scores: GgufScores, model: Any, export: Export) -> GgufScores:
 
 
 def answer_of(model: Any, prompt: Sequence[int], limit: int) -> tuple[list[int], bool]:
-    """Return the greedy answer to a prompt, and whether llama.cpp ended it by itself."""
+    """Return the greedy answer to a prompt, and whether llama.cpp ended it."""
     library = require_bindings()
     found: list[int] = []
     limit = min(limit, model.n_ctx() - len(prompt) - 1)

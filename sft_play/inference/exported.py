@@ -1,7 +1,7 @@
-"""What the writers of all formats share: an export is staged, compared, sealed and published.
+"""Shared by the writers of all formats: stage, compare, seal and publish an export.
 
-It is published complete or not at all. parity.jsonl has test prompts and the evaluated model's
-greedy answers. Legend: B prompts, V vocabulary.
+It is published completely or not at all. parity.jsonl contains test prompts and the evaluated
+model's greedy answers. Legend: B prompts, V vocabulary.
 """
 
 import contextlib
@@ -44,24 +44,24 @@ from sft_play.runs.exports import ADAPTERS, MOST_TOKENS, ExportAsked, ParityRow
 from sft_play.runs.files import Json, read_json, share, write_text
 from sft_play.runs.folder import RunFolder
 
-OF_A_RUN = (stamp.NAME, seal.NAME, "README.md")  # files of weights that an export has no use for
-MOST_ROWS = 8  # of the test rows; those of `checked_prompts` come on top
-CONTENT = "⟦content⟧"  # stands for a question in a template
+OF_A_RUN = (stamp.NAME, seal.NAME, "README.md")  # files of weights that an export does not need
+MOST_ROWS = 8  # of the test rows; those of `checked_prompts` are added
+CONTENT = "⟦content⟧"  # represents a question in a template
 Messages = list[Json]
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a format's writer put into the staging folder, and what is printed of it."""
+    """The result of a format's writer, and the lines to print about it."""
 
     lines: list[str]  # how it was made
-    scores: list[str]  # of the opened files; README.md has them, too
-    published: list[str]  # what to print behind the export's folder, a line each
+    scores: list[str]  # of the opened files; README.md contains them, too
+    published: list[str]  # lines to print after the export's folder
 
 
 @dataclass(frozen=True)
 class Export:
-    """An export in the making: its run, and what was asked for."""
+    """An export in progress: its run, and the request."""
 
     run: RunFolder
     asked: ExportAsked
@@ -71,7 +71,7 @@ class Export:
 
     @classmethod
     def of(cls, run: RunFolder, asked: ExportAsked) -> "Export":
-        """Return that of a finished run. Raises: CheckpointError for incomplete weights."""
+        """Return the export of a finished run. Raises: CheckpointError for incomplete weights."""
         config = run.read_config()
         weights = checked_weights(run, config)
         return cls(run, asked, config, weights, reference_of(run, config))
@@ -91,7 +91,7 @@ class Export:
         return prepared_data(self.run, self.config, self.tokenizer)
 
     def check(self, opened: Folder) -> Reopened:
-        """Return what weights say that are opened again. Raises: as `refuse`."""
+        """Return the scores of weights that are opened again. Raises: as `refuse`."""
         found = reopen(opened, self.reference)
         self.refuse("the export", found.faults())
         return found
@@ -106,9 +106,9 @@ class Export:
 
 
 def write_plain_model(export: Export, staging: Path) -> tuple[list[str], Reopened]:
-    """Write the complete model as plain files; return what merging printed, and its scores.
+    """Write the complete model as plain files; return the merge's output, and its scores.
 
-    Raises: CheckpointError if plain transformers opens another model than the evaluated one.
+    Raises: CheckpointError if plain transformers does not open the evaluated model.
     """
     source, dtype = export.weights, export.asked.dtype
     lines: list[str] = []
@@ -127,7 +127,7 @@ def write_plain_model(export: Export, staging: Path) -> tuple[list[str], Reopene
 
 
 def is_current_merge(merged: Path, adapter: Path, dtype: str | None) -> bool:
-    """Return whether `merged` is undamaged, made of this adapter, and of the asked type."""
+    """Return whether `merged` is undamaged, and made from this adapter with the requested dtype."""
     if not (merged / stamp.NAME).is_file() or seal.find_damage(merged) is not None:
         return False
     if read_json(merged / stamp.NAME) != {**read_json(adapter / stamp.NAME), "merged": True}:
@@ -136,9 +136,10 @@ def is_current_merge(merged: Path, adapter: Path, dtype: str | None) -> bool:
 
 
 def link_files(source: Path, target: Path, *left_out: str) -> None:
-    """Put a folder's files into another, without those of the patterns.
+    """Link a folder's files into another folder, except those that match the patterns.
 
-    Tensors are hard links if the disk has them; the others are copied, as an export changes them.
+    Tensors are hard links if the disk supports them; other files are copied, because an export
+    changes them.
     """
     chosen = shutil.ignore_patterns(*OF_A_RUN, *left_out)
     shutil.copytree(
@@ -181,10 +182,10 @@ def parity_rows(trained: TrainedModel, split: Split) -> list[ParityRow]:
 def prompts_of(
     tokenizer: PreTrainedTokenizerBase, system_prompt: str | None, split: Split, most: int
 ) -> list[tuple[Messages | None, list[int]]]:
-    """Return at most so many different prompts of a split, and some of several turns.
+    """Return at most `most` different prompts of a split, and some of several turns.
 
-    Each has the messages that the template makes it of, if these are known, and its ids. Prompts
-    with images are left out: what is exported may be published, and has no pictures.
+    Each has the messages from which the template makes it, if these are known, and its ids. Prompts
+    with images are left out: the export may be published, and contains no images.
     """
     prompts = (split[index].prompt for index in question_indices(split, None))
     different = dict.fromkeys(tuple(ids) for ids in prompts if not ids.images)
@@ -199,7 +200,7 @@ def messages_of(
 ) -> Messages | None:
     """Return the messages of a prompt of one question, None for any other prompt.
 
-    They are read out of its text and held to it: the template must make the same ids of them.
+    They are parsed from its text and verified: the template must make the same ids from them.
     """
     text = tokenizer.decode(prompt)
     system = [Message("system", system_prompt)] if system_prompt else []
@@ -208,7 +209,7 @@ def messages_of(
         before, _, after = ChatTemplate(tokenizer).render_prompt(shape, ()).partition(CONTENT)
         question = text.removeprefix(before).removesuffix(after)
         messages = [*system, Message("user", question)]
-        # a server reads special tokens in a message as the tokens
+        # a server reads special tokens in a message as tokens
         ids = render_prompt(messages, tokenizer, tokens_in_text="allow")
     except RenderError:
         return None
@@ -238,9 +239,9 @@ def answered(trained: TrainedModel, prompt: list[int], messages: Messages | None
 
 
 class Margins(LogitsProcessor):
-    """Notes how many nats each token of an answer is above the second most likely one.
+    """Records the margin in nats of each answer token over the second most likely one.
 
-    It sees the scores by which the token was chosen: a penalty of the base changes them.
+    It uses the scores by which the token was chosen: a penalty of the base changes them.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Answer the prompts of a file, many at once, one process of several or alone."""
+"""Answer the prompts of a file in batches, in one process or in several."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -25,11 +25,11 @@ def answer_prompts(
     seed: int,
     advance: Callable[[int], None],
 ) -> None:
-    """Answer this process's share of what is not answered yet, into its part of the file.
+    """Write this process's share of the missing answers into its part of the file.
 
-    `place` is this process among those that answer, and `advance` counts answers. `seed` is that of
-    sampling, to which a batch adds the number of its first prompt. A prompt that the model or its
-    template does not take is answered with the reason.
+    `place` is this process's index among those that answer, and `advance` counts answers. `seed` is
+    that of sampling; each batch adds the number of its first prompt. A prompt that the model or its
+    template does not accept is answered with the reason.
     """
     answered = file.answered()
     every = range(place.number, len(prompts), place.of)
@@ -82,7 +82,7 @@ def _answer_window(
 
 
 def _line(prompt: Prompt, answer: Answer | None = None, reason: str = "") -> Json:
-    """Return what a line of the answers says."""
+    """Return the content of a line of the answers."""
     values: Json = {"origin": prompt.origin}
     if len(prompt.messages) == 1 and not prompt.tools and not images_of(prompt.messages):
         values["prompt"] = prompt.question
@@ -96,9 +96,9 @@ def _line(prompt: Prompt, answer: Answer | None = None, reason: str = "") -> Jso
 
 
 def written_messages(messages: Sequence[Message]) -> list[Json]:
-    """Return messages as rows have them, images by their paths.
+    """Return messages as rows have them, with the paths of images.
 
-    Of an image that is bytes, how many these are takes its place.
+    An image given as bytes is replaced by its number of bytes.
     """
     written = template_messages(messages)
     for part in chain.from_iterable(message["content"] for message in written):

@@ -1,4 +1,4 @@
-"""llama.cpp's converter, quantizer and Python bindings: where they are, and calls of them."""
+"""Find and call llama.cpp's converter, quantizer and Python bindings."""
 
 import importlib
 import importlib.util
@@ -18,7 +18,7 @@ CONVERTER = "convert_hf_to_gguf.py"
 INSTALLED = Path(sys.prefix) / "share" / "llama.cpp"  # where make install-gguf puts the converter
 WITHIN = ("", "vendor/llama.cpp")  # the second one in the source distribution of llama-cpp-python
 QUANTIZERS = ("build/bin/llama-quantize", "bin/llama-quantize", "llama-quantize")
-IN_16_BITS = ("F16", "BF16")  # what the converter itself writes
+IN_16_BITS = ("F16", "BF16")  # types that the converter writes itself
 UNKNOWN_PRE_TOKENIZER = "BPE pre-tokenizer was not recognized"
 HOW_TO_GET = (
     "make install-gguf builds llama-cpp-python and brings the converter (tens of minutes), or "
@@ -32,7 +32,7 @@ class UnknownPreTokenizer(Exception):
 
 @dataclass(frozen=True)
 class LlamaCpp:
-    """Where llama.cpp is."""
+    """The paths of llama.cpp."""
 
     folder: Path  # of its converter
     quantizer: Path | None  # None: the bindings quantize
@@ -55,14 +55,14 @@ class LlamaCpp:
         return cls(folder.resolve(), quantizer or (Path(on_path) if on_path else None))
 
     def require(self, kinds: Sequence[str]) -> None:
-        """Raise EnvironmentFault if nothing quantizes, before an hour is spent."""
+        """Raise EnvironmentFault if quantization is not available, before an hour is spent."""
         if self.quantizer is None and not set(kinds) <= set(IN_16_BITS):
             require_bindings()
 
     def convert(self, source: Path, target: Path, kind: str, pre_tokenizer: str | None) -> None:
         """Write a gguf file of 16 bits.
 
-        Raises: UnknownPreTokenizer; CheckpointError with what the converter said.
+        Raises: UnknownPreTokenizer; CheckpointError with the converter's output.
         """
         words = [str(source), "--outfile", str(target), "--outtype", kind.lower()]
         script = [sys.executable, "-P", convert_gguf.__file__, str(self.folder)]
@@ -120,7 +120,7 @@ def require_bindings() -> Any:
 
 
 def opened(path: Path, **options: Any) -> Any:
-    """Return a gguf file opened by llama-cpp-python, which is to be closed.
+    """Return a gguf file opened by llama-cpp-python; the caller must close it.
 
     Raises: EnvironmentFault if that is not installed; CheckpointError if it cannot open it.
     """
@@ -135,9 +135,9 @@ def opened(path: Path, **options: Any) -> Any:
         ) from None
 
 
-@cache  # which keeps the function that llama.cpp calls later
+@cache  # keeps the function that llama.cpp calls later
 def silence(library: Any) -> Any:
-    """Hide what llama.cpp prints from now on; return the function that it calls instead."""
+    """Hide llama.cpp's output from now on; return the function that it calls instead."""
     silent = library.llama_log_callback(lambda level, text, data: None)
     library.llama_log_set(silent, None)
     return silent

@@ -1,7 +1,7 @@
-"""What exported weights keep of a run's improvement, in losses of the same rows.
+"""The share of a run's improvement that exported weights keep, from losses of the same rows.
 
 Legend: R rows. A table (R, 4) has the nats of each row's labels before and after training, the
-number of labels, and their nats by the exported weights.
+number of labels, and their nats with the exported weights.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from sft_play.inference.load import TrainedModel, load_run, without_rounding
 from sft_play.reporting.answers import read_row_losses
 from sft_play.runs.folder import RunFolder
 
-LEAST_NATS = 0.02  # a smaller improvement cannot be told from noise
-MOST_TOKENS = 16_384  # of all scored rows: a CPU takes minutes for them with 8B
+LEAST_NATS = 0.02  # a smaller improvement cannot be distinguished from noise
+MOST_TOKENS = 16_384  # of all scored rows: a CPU needs minutes for them with 8B
 MOST_ROW_TOKENS = 1024
 DRAWS = 1000  # of rows, for the interval
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Losses of exported weights, of the run and of its base on the same rows, nats a token."""
+    """Losses of exported weights, the run and its base on the same rows, in nats per token."""
 
     eval_loss: float
     run_loss: float
@@ -45,17 +45,17 @@ class Losses:
 
     @property
     def lost(self) -> float:
-        """How much worse than the run the exported weights are, nats a token."""
+        """The exported weights' loss minus the run's loss, in nats per token."""
         return self.eval_loss - self.run_loss
 
     @property
     def gain(self) -> float:
-        """The run's improvement over its base, nats a token."""
+        """The run's improvement over its base, in nats per token."""
         return self.loss_before - self.run_loss
 
     @property
     def gain_kept(self) -> float:
-        """The share of the improvement that is left; NaN if there was none to speak of."""
+        """The share of the improvement that is kept; NaN if there was no significant one."""
         kept = self.loss_before - self.eval_loss
         return kept / self.gain if self.gain > LEAST_NATS else math.nan
 
@@ -70,14 +70,14 @@ class Losses:
         return f"{found}{base} ({self.rows} rows)"
 
     def line(self) -> str:
-        """Return what is printed of these losses."""
+        """Return the line to print for these losses."""
         return (
             f"eval_loss={self.eval_loss:.4f} (run {self.run_loss:.4f}, {self.rows} rows) "
             f"gain kept={self.gain_kept:.3f}"
         )
 
     def faults(self, least_gain: float) -> list[str]:
-        """Return what is lost, if less than a share of the improvement is left."""
+        """Return the loss of quality, if less than a share of the improvement is kept."""
         kept = self.gain_kept
         if self.lost <= LEAST_NATS if math.isnan(kept) else kept >= least_gain:
             return []
@@ -90,9 +90,9 @@ class Losses:
 
 
 def read_scored_rows(folder: RunFolder, split: Split) -> tuple[list[Sample], np.ndarray] | None:
-    """Return test rows that the run has scored and three columns of their table, None if gone.
+    """Return scored test rows and three columns of their table; None if they are missing.
 
-    These are the first rows that are not too long, of MOST_TOKENS together; at least one.
+    These are the first rows that are not too long, MOST_TOKENS in total; at least one row.
     """
     before, after = (read_row_losses(folder, when) for when in ("before", "after"))
     if not 0 < len(before) == len(after) <= len(split):
@@ -110,7 +110,7 @@ def read_scored_rows(folder: RunFolder, split: Split) -> tuple[list[Sample], np.
 
 
 def interval(table: np.ndarray) -> tuple[float, float]:
-    """Return the middle 95 % of the share kept, over draws of as many rows with replacement."""
+    """Return the middle 95 % of the kept share, over draws of as many rows with replacement."""
     drawn = np.random.default_rng(0).integers(len(table), size=(DRAWS, len(table)))
     shares = [Losses.of_table(table[rows]).gain_kept for rows in drawn]
     low, high = np.nanquantile(shares, [0.025, 0.975])
@@ -118,7 +118,7 @@ def interval(table: np.ndarray) -> tuple[float, float]:
 
 
 def reference_of(folder: RunFolder, config: Config) -> Reference:
-    """Return what the run's model says of its test rows, computed if it was not written."""
+    """Return the run model's outputs for its test rows, computed if they were not written."""
     written = Reference.read(folder.evaluation)
     if written is not None:
         return written
@@ -138,15 +138,15 @@ def reference_of(folder: RunFolder, config: Config) -> Reference:
 
 
 def trained_model(folder: RunFolder, config: Config) -> TrainedModel:
-    """Return the run's model, with its weights as they are saved."""
+    """Return the run's model, with its saved weights."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return load_run(folder, device, without_rounding(config))
 
 
 def losses_now(folder: RunFolder, rows: int) -> tuple[float, float]:
-    """Return the losses of the adapter and of its base, as they are now, on rows of the reference.
+    """Return the current losses of the adapter and of its base on rows of the reference.
 
-    These are the first `rows` rows; nats a token.
+    These are the first `rows` rows; in nats per token.
     """
     config = folder.read_config()
     trained = trained_model(folder, config)

@@ -1,4 +1,4 @@
-"""Load the weights of a run as it trained them, or those of another folder, and their generator."""
+"""Load the weights of a run or of another folder, and create their generator."""
 
 import contextlib
 import logging
@@ -55,12 +55,12 @@ class TrainedModel:
     config: Config
     process: Process
     stops: tuple[int, ...]  # ids that end an answer; () for runs of older versions
-    sampling: Sampling | None = None  # None: the most likely token
+    sampling: Sampling | None = None  # None: use the most likely token
 
     def generator(self, max_new_tokens: int) -> Generator:
-        """Return what generates answers of at most so many tokens."""
+        """Return the generator of answers with at most `max_new_tokens` tokens."""
         config = self.config.changed({"train.generation_max_new_tokens": max_new_tokens})
-        # transformers draws no tokens for several beams
+        # transformers does not sample with several beams
         sampling = self.sampling if config.train.generation_num_beams == 1 else None
         return Generator(
             self.tokenizer,
@@ -73,7 +73,7 @@ class TrainedModel:
 
     @cached_property
     def images(self) -> ImageInputs | None:
-        """What makes the inputs of images, None for a model of text."""
+        """The factory of image inputs, None for a text model."""
         return image_inputs_of(self.model, self.config, self.tokenizer)
 
     def prompt_ids(
@@ -81,7 +81,7 @@ class TrainedModel:
     ) -> PromptIds:
         """Return the ids of a prompt, with its images.
 
-        Raises: DataError for what the template does not take, and images that the model does not;
+        Raises: DataError for messages that the template or images that the model does not accept;
         EnvironmentFault if its processor cannot be loaded.
         """
         messages = self.with_images(messages)
@@ -108,7 +108,7 @@ class TrainedModel:
         return self.auto_limit(prompt_tokens) if asked == "auto" else asked
 
     def auto_limit(self, prompt_tokens: int) -> int:
-        """Return how many tokens fit behind a prompt, or MAX_ANSWER_TOKENS. Raises DataError."""
+        """Return how many tokens fit after a prompt, or MAX_ANSWER_TOKENS. Raises DataError."""
         positions = positions_of(self.model.config.to_dict())
         if positions is None:
             return MAX_ANSWER_TOKENS
@@ -121,15 +121,15 @@ class TrainedModel:
 
 
 def without_rounding(config: Config) -> Config:
-    """Return a run's config for its weights as they are saved, in 16 bits."""
+    """Return a run's config for its saved weights, in 16 bits."""
     return config.changed({"train.deliver_as": None})
 
 
 def load_run(folder: RunFolder, device: str, config: Config | None = None) -> TrainedModel:
     """Return the trained model of a run on `device` (cpu or cuda).
 
-    `config` is the run's with other settings of evaluation or generation; None is the run's own.
-    Raises: CheckpointError when its weights are incomplete.
+    `config` is the run's config with other settings of evaluation or generation; None is the run's.
+    Raises: CheckpointError if its weights are incomplete.
     """
     config = config or folder.read_config()
     weights = checked_weights(folder, config)
@@ -137,7 +137,7 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
     config = with_attention_here(config, process)
     tokenizer = tokenizer_of(folder, config)
     with quiet_libraries():
-        is_full = config.tuning.mode == "full"  # the saved model is its own base
+        is_full = config.tuning.mode == "full"  # the saved model is itself the base
         model = load_base(config_of_weights(config, weights) if is_full else config, process)
         deliver(model, config)
         if not is_full:
@@ -145,8 +145,8 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
             deliver_adapters(model)
     model.eval()
     if process.compute_dtype != torch.float32:
-        # autocast keeps the copies of parameters that take a gradient: float32 weights, as adapters
-        # have, are then cast once in a context and not at every use. None is computed here.
+        # autocast caches copies of parameters with requires_grad: float32 weights, e.g. adapters,
+        # are then cast once per context and not at every use. No gradient is computed here.
         for parameter in model.parameters():
             if parameter.dtype == torch.float32:
                 parameter.requires_grad_(True)
@@ -157,9 +157,9 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
 
 
 def with_attention_here(config: Config, process: Process) -> Config:
-    """Return a run's config for this process, which may lack the attention of its training.
+    """Return a run's config for this process, which may lack the attention used in training.
 
-    FlashAttention 2 needs a GPU, its package and 16 bits; any attention computes the same answers.
+    FlashAttention 2 needs a GPU, its package and 16 bits; all attentions compute the same answers.
     """
     asked = config.model.attn_implementation
     if asked != "flash_attention_2":
@@ -176,7 +176,7 @@ def with_attention_here(config: Config, process: Process) -> Config:
 
 
 def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
-    """Return the tokenizer that was saved with the weights; that of the base if none was.
+    """Return the tokenizer that was saved with the weights, otherwise that of the base.
 
     Raises: CheckpointError as `checked_weights`; EnvironmentFault if there is none.
     """
@@ -188,7 +188,7 @@ def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
 
 
 def joined(trained: TrainedModel, place: Place | None) -> TrainedModel:
-    """Return the model in one process of several that share rows, which meet the others here."""
+    """Return the model in one of several processes that share rows; they join here."""
     if place is None:
         return trained
     torch.distributed.init_process_group(
@@ -206,7 +206,7 @@ def joined(trained: TrainedModel, place: Place | None) -> TrainedModel:
 def load_to_answer(
     folder: RunFolder, device: str, config: Config | None, request: SamplingRequest
 ) -> TrainedModel:
-    """Return the trained model of a run with the sampling that a call asks for, and seed it."""
+    """Return the trained model of a run with the requested sampling, and set its seed."""
     trained = load_run(folder, device, config)
     torch.manual_seed(request.seed)
     return replace(trained, sampling=sampling_of(trained.model.generation_config, request))
@@ -217,8 +217,8 @@ def base_of(
 ) -> tuple[TrainedModel, Callable[[], contextlib.AbstractContextManager[None]]]:
     """Return the base of a run, and the context in which it answers.
 
-    An adapter is switched off in it; if every weight was trained the base is loaded, too. The
-    base stops where the run does, and at its own stops.
+    An adapter is switched off in it; if every weight was trained, the base is loaded, too. The
+    base stops at the run's stop tokens, and at those of the base.
     """
     stops = tuple({*trained.stops, *stops_of(trained.model)}) if trained.stops else ()
     base = replace(trained, stops=stops)
@@ -232,7 +232,7 @@ def base_of(
 def checked_weights(folder: RunFolder, config: Config) -> Path:
     """Return the folder of a run's trained weights.
 
-    Raises: CheckpointError when they are incomplete, or of another base.
+    Raises: CheckpointError if they are incomplete, or belong to another base.
     """
     weights = folder.weights(config.tuning.mode)
     if isinstance(folder, ModelFolder):
@@ -257,7 +257,7 @@ def checked_weights(folder: RunFolder, config: Config) -> Path:
 def _process(folder: RunFolder, config: Config, device: str) -> Process:
     """Return this process on `device`, with the compute dtype of the run's training.
 
-    A run that was trained on a GPU computes in float32 on a CPU, which is slower in 16 bits.
+    A run that was trained on a GPU uses float32 on a CPU, which is slower in 16 bits.
     """
     trained_dtype = DTYPES[precision(config)]
     if device == "cuda":
@@ -271,14 +271,14 @@ def _process(folder: RunFolder, config: Config, device: str) -> Process:
 def config_of_weights(config: Config, weights: Path) -> Config:
     """Return a run's config with the folder of its weights as base model.
 
-    The chat template is then the one that was saved in that folder.
+    The chat template is then the one saved in that folder.
     """
     values = {"name": str(weights), "revision": None, "chat_template": None, "template_kwargs": {}}
     return config.changed({f"model.{name}": value for name, value in values.items()})
 
 
 def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> PreTrainedModel:
-    """Return the base with the adapter in `weights`, of a run or from anywhere.
+    """Return the base with the adapter in `weights`, of a run or from elsewhere.
 
     Raises: CheckpointError if it cannot be read, or does not fit the base.
     """
@@ -293,7 +293,7 @@ def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> Pre
                 warnings.simplefilter("always")
             model = expert_adapters.load_adapter(base, weights)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
-        if is_out_of_memory(error):  # it says nothing of the adapter
+        if is_out_of_memory(error):  # this is not the adapter's fault
             raise
         raise CheckpointError(
             f"{weights}: the adapter cannot be loaded{over} ({why_not_fitting(error)}); {advice}"
@@ -307,7 +307,7 @@ def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> Pre
 
 
 def _refuse_other_rope(weights: Path, base: PreTrainedModel) -> None:
-    """Refuse an adapter whose config.json has another rope than its base: it was trained with that.
+    """Refuse an adapter whose config.json has another rope than its base: it was trained with it.
 
     Raises: CheckpointError.
     """
@@ -326,7 +326,7 @@ def _refuse_other_rope(weights: Path, base: PreTrainedModel) -> None:
 def quiet_libraries() -> Iterator[None]:
     """Hide other libraries' progress bars and warnings while they load; errors are shown.
 
-    What transformers warns of later, while it generates, would stand between answers.
+    transformers' later warnings, during generation, would be printed between answers.
     """
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
@@ -340,7 +340,7 @@ def quiet_libraries() -> Iterator[None]:
 def sampling_of(generation: GenerationConfig, request: SamplingRequest) -> Sampling | None:
     """Return the sampling, None for the most likely token.
 
-    A base that samples by itself does so here; what the call asks for is put in its place.
+    If the base model samples by default, so does this; the call's settings take precedence.
     """
     base_samples = bool(generation.do_sample)
     if request.is_greedy or (request.asks_nothing and not base_samples):
@@ -350,7 +350,7 @@ def sampling_of(generation: GenerationConfig, request: SamplingRequest) -> Sampl
         own = Sampling(
             generation.temperature or 1.0,
             generation.top_p,
-            generation.top_k or None,  # 0 is none
+            generation.top_k or None,  # 0 means none
             generation.min_p,
         )
     asked = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}

@@ -1,4 +1,4 @@
-"""Merge a run's adapter into its base model: measured before it is published as a plain folder."""
+"""Merge a run's adapter into its base model, and measure it before publishing a plain folder."""
 
 import contextlib
 import logging
@@ -53,25 +53,25 @@ from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-FILES = "files"  # what is published of a folder to work in
+FILES = "files"  # the part of a working folder that is published
 REPORT = "merge_report.json"
-EARLIER_REPORT = "merge_report.earlier.json"  # of merged/, once a later merge was refused
-IN_MEMORY_BYTES = 4e9  # a larger merged model is scored from the disk if no GPU has room
-ROOM = 1.3  # times the weights: what scoring needs
+EARLIER_REPORT = "merge_report.earlier.json"  # of merged/, after a later merge was refused
+IN_MEMORY_BYTES = 4e9  # a larger merged model is scored from disk if no GPU has enough memory
+ROOM = 1.3  # times the weights: memory for scoring
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to merge, and what came of it."""
+    """One way to merge, and its result."""
 
-    base: str  # which base weights, in words
+    base: str  # which base weights, as text
     adapter: Path
     folder: Path
     found: Reopened
-    way: str  # how it was merged, in words
+    way: str  # how it was merged, as text
 
     def line(self, best: "Candidate") -> str:
-        """Return what is printed if there are several."""
+        """Return the line to print if there are several."""
         return (
             f"base {self.base}: KL={self.found.kl:.1e} "
             f"top-1 agreement={self.found.top1_agreement:.3f}{', kept' if self is best else ''}"
@@ -80,9 +80,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why merged weights are not published, as merge_report.json has it."""
+    """Why merged weights are not published, in the format of merge_report.json."""
 
-    why_not: Sequence[str] = ()  # empty if they are
+    why_not: Sequence[str] = ()  # empty if they are published
     cause: str | None = None
     base_eval_loss: float | None = None
     float32_eval_loss: float | None = None  # of the same merge in float32
@@ -91,14 +91,14 @@ class Refusal:
 def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
     """Merge a run's adapter into its base; return the lines to print.
 
-    The result is merged/ in the run folder, in `dtype` or the base's own. Plain transformers opens
-    it in a fresh process and scores held-out rows; what is not the evaluated model is not
+    The result is merged/ in the run folder, in `dtype` or the base's. Plain transformers opens
+    it in a fresh process and scores held-out rows. If it is not the evaluated model, it is not
     published. An adapter over a quantized base is merged into the base as stored and into the base
-    as training rounded it to 4 bits or float8, and the better one is kept. merge_report.json says
-    what came of it, also of a merge that is refused.
+    as training rounded it to 4 bits or float8, and the better one is kept. merge_report.json has
+    the result, also of a merge that is refused.
 
     Raises: ConfigError for a run that trained every weight; CheckpointError for an adapter that is
-    incomplete, changed or not the run's, and for a merge beyond the bound.
+    incomplete, changed or from another run, and for a merge beyond the bound.
     """
     candidates: list[Candidate] = []
     target = folder.path / "merged"
@@ -127,9 +127,9 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
 
 
 def measured_candidates(folder: RunFolder, dtype: str | None, work: Path) -> Iterator[Candidate]:
-    """Merge a run's adapter into `work` in each way that it may be; yield each once it is scored.
+    """Merge a run's adapter into `work` in each possible way; yield each one once it is scored.
 
-    Raises: what `merge_run` does.
+    Raises: the errors of `merge_run`.
     """
     config = folder.read_config()
     if config.tuning.mode == "full":
@@ -167,7 +167,7 @@ def measured_candidates(folder: RunFolder, dtype: str | None, work: Path) -> Ite
 
 
 def refuse_other_adapter(weights: Path, config: Config) -> None:
-    """Hold adapter_config.json to the run's settings.
+    """Compare adapter_config.json with the run's settings.
 
     Raises: CheckpointError for another rank, scale or kind of adapter.
     """
@@ -203,7 +203,7 @@ def what_vllm_does_not_serve(weights: Path) -> list[str]:
 
 
 def explain(folder: RunFolder, best: Candidate) -> Refusal:
-    """Return why merged weights are not the adapter's model, and the figures of it.
+    """Return why merged weights differ from the adapter's model, with numbers.
 
     To find the cause, the adapter and its base are scored on the same rows, and the adapter is
     merged once more, in float32.
@@ -219,7 +219,7 @@ def explain(folder: RunFolder, best: Candidate) -> Refusal:
             if dtype != "float32":
                 again = measured_candidates(folder, "float32", best.folder.parent)
                 exact = min((each.found for each in again), key=lambda each: each.kl)
-    except SftPlayError as error:  # the refusal is the same without a cause
+    except SftPlayError as error:  # the refusal is valid without a cause
         differences = "; ".join(found.differences())
         cause = f"{differences}. The cause could not be measured: {error}"
         return replace(refusal, cause=cause)
@@ -244,7 +244,7 @@ def explain(folder: RunFolder, best: Candidate) -> Refusal:
 
 
 def because_of_rounding(dtype: str, losses: Losses, adapter: str) -> str:
-    """Return what rounding costs and what to type, after a merge in float32 was as good."""
+    """Return the cost of rounding and what to type, after a merge in float32 was as good."""
     remedy = "Type MODEL_DTYPE=float32 to merge without this loss"
     if losses.lost < losses.gain:
         share = max(0, losses.lost) / losses.gain
@@ -273,7 +273,7 @@ def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Pa
 
 @contextlib.contextmanager
 def merged_folder(target: Path, config: Config) -> Iterator[Folder]:
-    """Yield how merged weights are loaded to be scored: on a GPU, in memory or from the disk."""
+    """Yield how to load merged weights for scoring: on a GPU, in memory or from disk."""
     size = sum(path.stat().st_size for path in target.glob("*.safetensors"))
     device = "disk"
     if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] > ROOM * size:
@@ -291,7 +291,7 @@ def merged_folder(target: Path, config: Config) -> Iterator[Folder]:
 
 
 def refuse_full_disk(config: Config, path: Path) -> None:
-    """Raise CheckpointError if the disk has no room for another copy of the base."""
+    """Raise CheckpointError if the disk has too little space for another copy of the base."""
     base = Path(config.model.name)
     needed = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     free = shutil.disk_usage(path).free
@@ -304,9 +304,9 @@ def refuse_full_disk(config: Config, path: Path) -> None:
 
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Yield a folder to work in, whose FILES are sealed and replace `target` if nothing was raised.
+    """Yield a working folder; its FILES are sealed and replace `target` if nothing was raised.
 
-    An older `target` goes once the new one is there.
+    An older `target` is removed once the new one exists.
     """
     work = target.with_name(f".{target.name}-staging")
     shutil.rmtree(work, ignore_errors=True)
@@ -319,7 +319,7 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 def write_refusal(folder: RunFolder, candidates: list[Candidate], refusal: Refusal) -> None:
-    """Write why a merge is refused; keep the report of the one that merged/ holds, too."""
+    """Write why a merge is refused; keep the report of the merge in merged/, too."""
     path, earlier = folder.path / REPORT, folder.path / EARLIER_REPORT
     try:
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
@@ -346,7 +346,7 @@ def write_report(
 
 
 def not_scored(config: Config, kind: str | None = None) -> list[str]:
-    """Return the warning for weights of another kind than the run was trained for, if it was."""
+    """Return the warning for weights of another kind than the run was trained for, if scored."""
     delivered = config.train.deliver_as
     if delivered in (None, kind):
         return []

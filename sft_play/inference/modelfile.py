@@ -1,7 +1,7 @@
 """Ollama's Modelfile of a gguf file: its template in Go's language, its stops, its context. Pure.
 
 A Jinja template cannot be translated in general. The texts around the contents of each role are
-read off the template's own output, and the result is compared with it, prompt by prompt.
+extracted from the template's output, and the result is compared with it, prompt by prompt.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 from sft_play.data.render import RenderError
 
 Messages = Sequence[Mapping[str, Any]]
-Render = Callable[[Messages], str]  # messages to the text of a prompt
+Render = Callable[[Messages], str]  # converts messages to the text of a prompt
 THREE_QUOTES = '"""'
 ENDS_OF_MARKS = ">]|｜"
 SYSTEM, QUESTION, ANSWER, NEXT = "⟦system⟧", "⟦question⟧", "⟦answer⟧", "⟦next⟧"
@@ -24,16 +24,16 @@ ASSISTANT = {"role": "assistant", "content": ANSWER}
 class TurnTexts:
     """The texts that a chat template writes around the contents of messages."""
 
-    start: str  # if the first message is no system message
-    before_system: str | None  # None: the template takes no system message
+    start: str  # if the first message is not a system message
+    before_system: str | None  # None: the template does not support system messages
     after_system: str
     before_user: str
     before_assistant: str
     after_assistant: str
-    end: str  # behind the last question, for the answer to follow
+    end: str  # after the last question, before the answer
 
     def render(self, messages: Messages) -> str:
-        """Return the prompt as the Go template writes it."""
+        """Return the prompt in the Go template's format."""
         text = "" if messages[0]["role"] == "system" else self.start
         for message in messages:
             content = message["content"]
@@ -46,7 +46,7 @@ class TurnTexts:
         return text + self.end
 
     def with_system(self, system: str) -> "TurnTexts":
-        """Return the texts that write a system message if a conversation has none."""
+        """Return the texts that add a system message if a conversation has none."""
         return replace(self, start=f"{self.before_system or ''}{system}{self.after_system}")
 
     def as_go(self) -> str:
@@ -67,7 +67,7 @@ class TurnTexts:
 def read_turn_texts(render: Render, bos: str = "") -> TurnTexts | None:
     """Return the texts of a template, None if it writes anything else around contents.
 
-    `bos` is what the program that runs the file adds by itself.
+    `bos` is added by the program that runs the file.
     """
     try:
         one = render([_user(QUESTION)]).removeprefix(bos)
@@ -95,7 +95,7 @@ def read_turn_texts(render: Render, bos: str = "") -> TurnTexts | None:
     )
     if systems is None:
         return texts
-    # a system message is to stand first in a longer conversation, too
+    # a system message must also be first in a longer conversation
     system = {"role": "system", "content": SYSTEM}
     messages = [system, _user(QUESTION), ASSISTANT, _user(NEXT)]
     return texts if render(messages).removeprefix(bos) == texts.render(messages) else None
@@ -110,8 +110,8 @@ def modelfile_text(
 ) -> str | None:
     """Return the text of a Modelfile for a gguf file next to it; `parameters` are Ollama's.
 
-    A system prompt that its SYSTEM cannot hold becomes a part of the template. None if a stop
-    cannot be written.
+    A system prompt that SYSTEM cannot contain becomes a part of the template. None if a stop
+    token cannot be written.
     """
     system_word = quoted(system) if system else None
     if system and system_word is None:
@@ -128,11 +128,11 @@ def modelfile_text(
 
 
 def quoted(text: str) -> str | None:
-    """Return a text as a value of a Modelfile, None if Ollama would read another one.
+    """Return a text as a value of a Modelfile, None if Ollama would read a different text.
 
-    There is no escape: a value ends at the first end of a line where it also ends with the quotes
-    that it began with, and of characters that cannot be printed only these are kept: space, tab
-    and the ends of lines (its parser/parser.go).
+    There is no escape: a value ends at the first line end where it also ends with its opening
+    quotes. Of non-printable characters only these are kept: space, tab and line ends
+    (its parser/parser.go).
     """
     if not all(character.isprintable() or character in "\t\r\n" for character in text):
         return None
@@ -159,7 +159,7 @@ def _around_system(render: Render, bos: str) -> tuple[str, str] | None:
 
 
 def _common_end(first: str, second: str) -> str:
-    """Return the longest text that both end with, without the end of a mark that is cut in two."""
+    """Return the longest common suffix of both, without the end of a mark that is cut in two."""
     common = commonprefix([first[::-1], second[::-1]])  # noqa: RUF071 (characters are meant)
     return common[::-1].lstrip(ENDS_OF_MARKS)
 
@@ -170,11 +170,11 @@ def _case(role: str, before: str, after: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return an action that writes a text; JSON's strings are strings of Go, too."""
+    """Return an action that writes a text; JSON strings are also Go strings."""
     if not text:
         return ""
     written = json.dumps(text, ensure_ascii=False)
-    # escaped if Ollama would leave a character out of a Modelfile
+    # escaped if Ollama would omit a character of a Modelfile
     in_go = (each if each.isprintable() else f"\\U{ord(each):08x}" for each in written)
     return f"{{{{ {''.join(in_go)} }}}}"
 

@@ -1,7 +1,7 @@
 """transformers' server for one exported model, under the name of its run.
 
-`transformers serve` lists the models of the Hugging Face cache, and fails if there is none; it
-calls a model by its path, and once stopped it waits for the answers that it is generating. This
+`transformers serve` lists the models of the Hugging Face cache, and fails if there is none. It
+uses a model's path as its name, and after a stop it waits for answers in progress. This
 module runs the same handlers with a manager that has one model.
 
     python -m sft_play.inference.server <folder> <name> <device> <host> <port> [<attention>]
@@ -22,7 +22,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import GenerationState
 
-SECONDS_TO_STOP = 2  # for answers that are being generated
+SECONDS_TO_STOP = 2  # for answers in progress
 
 
 class OneModel(ModelManager):
@@ -33,7 +33,7 @@ class OneModel(ModelManager):
         super().__init__(device, attn_implementation=attention, force_model=name)
 
     def process_model_name(self, model_id: str) -> str:
-        """Return a requested name. Raises: HTTPException for any but the model's."""
+        """Return a requested name. Raises: HTTPException unless it is the model's."""
         if model_id != self.force_model:
             detail = f"model={model_id!r} is not served here; write {self.force_model!r}"
             raise HTTPException(404, detail)
@@ -46,7 +46,7 @@ class OneModel(ModelManager):
         return super()._load_model(self.place, **options)
 
     def get_gen_models(self) -> list[dict[str, object]]:
-        """Return what /v1/models lists."""
+        """Return the content of /v1/models."""
         now = int(time.time())
         return [{"id": self.force_model, "object": "model", "created": now, "owned_by": "sft_play"}]
 
