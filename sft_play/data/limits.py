@@ -53,7 +53,7 @@ def limited(seconds: float, grown_bytes: int) -> Iterator[None]:
 
 
 def find_excess(call: Callable[[], object], seconds: float, grown_bytes: int) -> str | None:
-    """Return the limit that a call exceeds in a fork of this process, None if it ends in time."""
+    """Return the limit that a call exceeds in a fork of this process, None if it exceeds none."""
     with stops.held():
         child = os.fork()
     if child == 0:

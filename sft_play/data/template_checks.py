@@ -61,7 +61,7 @@ TOOL_WORDS = {
     "enum": ("Zq1Choice",),
     "default": ("Zq1Default",),
 }
-# Types of arguments: (is it true, value of call 1 or 2, possible spelling)
+# Type and truth value of an argument: its value in call 1 or 2, and how it may be written
 ARGUMENTS = {
     ("str", True): ('"Zq{0}Text"', "Zq{0}Text"),
     ("str", False): ('""', r"""["'`]{{2}}|></|<\|"\|><\|"\|>"""),
@@ -325,7 +325,7 @@ def _lost_calls(kind: CallKind, text: str) -> Iterator[str]:
 
 
 def _kind_of_calls(messages: Sequence[Message]) -> CallKind:
-    """Return the features of the calls of the first message with calls."""
+    """Return the features of the calls of the first message."""
     message, *others = messages
     kinds = {
         (type(value).__name__, bool(value))
