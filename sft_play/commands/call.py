@@ -56,7 +56,7 @@ class Call:
         return self.output_dir / ".tensorboard.json"
 
     def given(self, path: str) -> str | None:
-        """Return what CONFIG, the environment or --set say of a setting, None if they do not."""
+        """Return a setting's value in CONFIG, the environment or --set; None if it is not given."""
         config = self.invocation.config
         value = loader.given_value(path, config, self.environ, self.overrides)
         return None if value is None else str(value)

@@ -38,7 +38,7 @@ IMAGE_KEYS = (
     *ENCODED_KEYS,
     *("image", "image_url", "source", "inlineData", "inline_data", "url", "path"),
 )
-# How base64 of JPEG, PNG, GIF, WebP, BMP and TIFF begins; a path has a dot besides
+# The start of base64 of JPEG, PNG, GIF, WebP, BMP and TIFF; a path also has a dot
 BASE64_IMAGE = re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk|SUkq|TU0AK)[\w+/\s]{60,}=*\s*", re.A)
 
 

@@ -175,7 +175,7 @@ def most_sequences(rows: np.ndarray, capacity: int) -> np.ndarray:
 def padding(
     lengths: Sequence[int] | np.ndarray, unpacked: Layout, packed: Layout, seed: int | None
 ) -> PaddedTokens:
-    """Return what the first epoch computes for its tokens under two layouts.
+    """Return the tokens of the first epoch, and those computed with padding, under two layouts.
 
     Of a long epoch the first MEASURED_ROWS rows, in complete steps, represent all.
     """

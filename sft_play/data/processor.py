@@ -59,7 +59,7 @@ class Processor:
         }
 
     def write(self, row: Row) -> Row:
-        """Return a row whose images have the text that stands for them.
+        """Return a row in which images have the text that represents them.
 
         Raises: InvalidRowError for an image that the processor does not take, and if the model
         reads none; EnvironmentFault if its processor cannot be loaded.

@@ -155,7 +155,7 @@ class StoredSample(NamedTuple):
     number: int  # of its row, in the file
     hashes: RowHashes  # of its row
     cut: int  # tokens of its row that the length policy cut
-    image_tokens: int = 0  # that stand for its images
+    image_tokens: int = 0  # that represent its images
 
 
 class SampleArrays(NamedTuple):

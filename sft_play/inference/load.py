@@ -43,7 +43,7 @@ from sft_play.runs.model_folder import ModelFolder
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_TOKENS = 2048  # of an answer if generation_max_new_tokens is auto
-MISSING = "missing adapter keys"  # of PEFT's warning, behind which it continues with zeros
+MISSING = "missing adapter keys"  # of PEFT's warning, after which it continues with zeros
 
 
 @dataclass(frozen=True)

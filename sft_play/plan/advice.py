@@ -93,7 +93,7 @@ def _draft(inputs: PlanInputs) -> Draft:
 
 
 def _host_bytes(draft: Draft) -> int:
-    """Return what a draft keeps in host memory for each rank."""
+    """Return the bytes per rank that a draft stores in host memory."""
     weights = offloaded_weight_bytes(draft.step) // draft.inputs.machine.ranks.per_node
     return (
         weights + host_bytes(draft.step, draft.layout) + offloaded_bytes(draft.step, draft.layout)

@@ -84,7 +84,7 @@ UNPACK = (
 
 
 def refuse_other_folder(folder: Path, name: str) -> None:
-    """Raise EnvironmentFault for a folder of something else, and for files that are missing."""
+    """Raise EnvironmentFault if a folder is not a model, or if files are missing."""
     _refuse_pointers(folder, name)
     files = {path.name for path in folder.iterdir()}
     what = _other_kind(folder, files)
@@ -139,7 +139,7 @@ def refuse_missing_weights(name: str) -> None:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Return the safetensors files that transformers reads. As there, a single one comes first."""
+    """Return the safetensors files that transformers reads; a single file takes precedence."""
     if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
         return [SINGLE] if (folder / SINGLE).is_file() else []
     files = read_object(folder / INDEX).get("weight_map") or {}

@@ -78,7 +78,7 @@ def read_config_json(path: Path, name: str) -> ModelConfigJson:
 
 
 def read_typed(part: ModelConfigJson, name: str) -> ConfigJson:
-    """Return what is read of a config.json. Raises: EnvironmentFault for other types."""
+    """Return the fields that are read. Raises: EnvironmentFault for other types."""
     try:
         return ConfigJson.model_validate(part)
     except ValidationError as error:

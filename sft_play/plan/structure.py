@@ -48,7 +48,7 @@ class MatrixKind:
 
     @property
     def fits_float8(self) -> bool:
-        """Whether float8 products take it: no router, no stacked experts, sizes of full blocks."""
+        """Whether float8 GEMMs support it: no router, no stacked experts, sizes of full blocks."""
         sizes = self.inputs % FLOAT8_MULTIPLE + self.outputs % FLOAT8_MULTIPLE
         return self.is_quantized and not self.is_stacked and sizes == 0
 

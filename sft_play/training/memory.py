@@ -170,7 +170,7 @@ class MemoryMeter:
         return min(found)
 
     def used_bytes(self) -> int:
-        """Return what this process takes now: what the allocator reserves, plus the context."""
+        """Return the bytes that this process uses now: the allocator's plus the context."""
         if not self._is_gpu:
             return self.peak_bytes()
         reserved = max(map(torch.cuda.memory_reserved, self.process.devices))

@@ -116,7 +116,7 @@ def _device(ranks: Ranks, local_rank: int) -> torch.device:
 
 
 class LogFile(logging.FileHandler):
-    """A log file that says once that it cannot be written, as on a full disk: the run continues."""
+    """A log file that warns once if it cannot be written, e.g. if the disk is full."""
 
     cannot_be_written = False
 

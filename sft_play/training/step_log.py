@@ -176,7 +176,7 @@ class StepLog(TrainerCallback):
         return self._logged_loss + self._loss.item()
 
     def collect(self, step: int, model: torch.nn.Module) -> LoggedSteps:
-        """Return what is logged of the steps up to `step`. Every rank must call it.
+        """Return the log values of the steps up to `step`. Every rank must call it.
 
         It waits for the GPU to have computed `step`.
         """
