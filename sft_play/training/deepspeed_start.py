@@ -72,7 +72,7 @@ def _build_folder() -> Path:
 
 
 def free_locks(extensions: Path) -> None:
-    """Remove stale locks of all cached extensions: an optimizer may compile a second one."""
+    """Remove stale locks of all extensions: an optimizer may compile another one on a GPU."""
     for lock in sorted(extensions.glob("*/lock")):
         free_lock(lock)
 
@@ -115,7 +115,7 @@ def _is_open(path: Path) -> bool:
 
 def _compile() -> str | None:
     """Compile and load the optimizer; return the first line of the error, if any."""
-    from deepspeed.ops.op_builder import CPUAdamBuilder  # takes seconds
+    from deepspeed.ops.op_builder import CPUAdamBuilder  # takes seconds, so only if needed
 
     try:
         CPUAdamBuilder().load(verbose=False)

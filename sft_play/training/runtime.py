@@ -116,7 +116,7 @@ def _device(ranks: Ranks, local_rank: int) -> torch.device:
 
 
 class LogFile(logging.FileHandler):
-    """A log file that warns once if it cannot be written, e.g. if the disk is full."""
+    """A log file that warns once if it cannot be written (e.g. full disk): the run continues."""
 
     cannot_be_written = False
 
