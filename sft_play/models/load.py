@@ -159,10 +159,8 @@ def load_base(
     """Return the base model on this rank's device; no weight is frozen.
 
     Under ZeRO-3 and FSDP it is sharded; quantized weights under FSDP have no values yet. Under
-    model.device_map it is on the GPUs of this process. Layers to offload are on the host.
-
-    `dtype` is the dtype of unquantized weights: None for the one that training uses, "auto" for the
-    one in the files.
+    model.device_map it is on the GPUs of this process. Layers to offload are on the host. `dtype`
+    is that of unquantized weights: None for training's, "auto" for that of the files.
 
     Raises: EnvironmentFault if weights cannot be loaded or are missing in the files; ConfigError
     for experts in 4 bits under ZeRO-3, and for a device map that does not match the modules.
