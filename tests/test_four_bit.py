@@ -158,6 +158,7 @@ def test_the_codes_are_those_of_bitsandbytes(quant_type):
     assert torch.equal(torch.tensor(table), state.code)
 
 
+@pytest.mark.long
 def test_the_gpu_neither_fuses_the_product_and_the_sum_nor_keeps_what_is_too_small():
     packed, state = packed_weight((64, 64), dtype=torch.bfloat16)
     with compiling_for(90) as compiled:
