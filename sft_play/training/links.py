@@ -80,6 +80,8 @@ def measure_host_link(process: Process) -> HostLink:
     on_gpu = torch.empty_like(on_host, device=process.device)
     process.gather(None)  # all ranks copy at the same time
     seconds = _seconds_each(process, partial(on_gpu.copy_, on_host, non_blocking=True))
+    del on_gpu
+    torch.cuda.empty_cache()  # the weights need the room
     slowest = process.min(int(COPIED_BYTES / seconds))
     card = _card_of(process)
     return HostLink(slowest, card.host_link_bytes if card else None)
