@@ -27,6 +27,8 @@ from benchmarks.workloads import BaseModel
 if TYPE_CHECKING:
     import torch
 
+    from sft_play.process import Process
+
 ROW_TOKENS = 2048
 SHAPE = "meta-llama/Llama-3.1-8B"
 HEAD = [
@@ -50,38 +52,20 @@ class Measured(NamedTuple):
 def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
     """Load a model with some layers offloaded, and train it for some steps."""
     import torch
-    from transformers import set_seed
 
-    from sft_play.config.schema import Config
-    from sft_play.models.architecture import decoder_layers
-    from sft_play.models.checkpointing import checkpoint_layers
     from sft_play.models.fast.loss.head import fused_nll
     from sft_play.models.fast.setup import base_model_of
-    from sft_play.models.load import WeightPlaces, load_model
     from sft_play.process import Process
 
-    settings = {
-        "model": {
-            "name": str(folder),
-            "max_seq_len": ROW_TOKENS,
-            "attn_implementation": "eager" if args.exact else "auto",
-        },
-        "tuning": {"mode": args.mode, "base_dtype": args.base_dtype},
-    }
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process.alone(device, torch.bfloat16)
-    set_seed(0)
-    gc.collect()
+    gc.collect()  # an earlier model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     _take_peak_gib()
     started = time.monotonic()
-    model = load_model(
-        Config.model_validate(settings), process, WeightPlaces(offloaded_layers=offloaded)
-    )
+    model = _load(args, folder, offloaded, process)
     load_seconds, load_gib = time.monotonic() - started, _take_peak_gib()
-    layers = decoder_layers(base_model_of(model))
-    checkpoint_layers(base_model_of(model), len(layers) - args.kept)
     trained = [weight for weight in model.train().parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     losses: list[torch.Tensor] = []
@@ -116,6 +100,34 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
         losses=[float(loss) for loss in losses],
         adapters=[weight.detach().cpu() for weight in trained],
     )
+
+
+def _load(
+    args: argparse.Namespace, folder: Path, offloaded: int, process: Process
+) -> torch.nn.Module:
+    """Return a model with adapters, some layers offloaded, and all but `--kept` recomputed."""
+    from transformers import set_seed
+
+    from sft_play.config.schema import Config
+    from sft_play.models.architecture import decoder_layers
+    from sft_play.models.checkpointing import checkpoint_layers
+    from sft_play.models.fast.setup import base_model_of
+    from sft_play.models.load import WeightPlaces, load_model
+
+    settings = {
+        "model": {
+            "name": str(folder),
+            "max_seq_len": ROW_TOKENS,
+            "attn_implementation": "eager" if args.exact else "auto",
+        },
+        "tuning": {"mode": args.mode, "base_dtype": args.base_dtype},
+    }
+    set_seed(0)
+    places = WeightPlaces(offloaded_layers=offloaded)
+    model = load_model(Config.model_validate(settings), process, places)
+    base = base_model_of(model)
+    checkpoint_layers(base, len(decoder_layers(base)) - args.kept)
+    return model
 
 
 def _wait() -> None:

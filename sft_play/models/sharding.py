@@ -153,6 +153,7 @@ def keeping_own_rows(
     """
 
     def keep(weight: nn.Parameter) -> None:
+        """Replace the values of a weight with this rank's rows."""
         if weight.nbytes < MIN_BYTES:
             return
         if isinstance(weight, Params4bit) and weight.dtype != PACKED_TYPE:

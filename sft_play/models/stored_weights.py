@@ -273,6 +273,7 @@ def changing_weights(
     inside: set[nn.Module] = set()
 
     def set_and_change(model: PreTrainedModel, name: str, *args: Any) -> None:
+        """Set a weight that was read, and change it if its module is in one of the layers."""
         set_weight(model, name, *args)
         if not inside:
             for layer in layers_of(model):

@@ -270,6 +270,7 @@ def longest_rows(
     )
 
     def longest(offloads: bool) -> LongestRow:
+        """Return the longest row that fits, with or without offloaded activations."""
         each = replace(
             step,
             keeps_attention=False,
