@@ -90,6 +90,8 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
             (expert_products, "lines_of", lambda _: None),
             (linear_products, "unpack", unpack),
         ],
+        "tiles of 4-bit experts": [(expert_products, "unpacks_tiles", lambda *_: False)],
+        "4-bit experts at a time": [(expert_products, "unpacks_tiles", lambda *_: True)],
         "glu": [
             (owner, name, function)
             for owner in (glu, mlp)

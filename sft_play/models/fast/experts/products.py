@@ -100,6 +100,11 @@ FEW_ROWS = 128
 UNPACKED_BYTES = 256 << 20  # size of the experts that are unpacked at a time
 
 
+def unpacks_tiles(rows: int, experts: int) -> bool:
+    """Return whether `rows` rows of all experts are few, so that codes are unpacked by tiles."""
+    return rows <= FEW_ROWS * experts
+
+
 class Packed(NamedTuple):
     """Matrices (E, K, M) in 4 bits: lines of features as stored, or the transposed matrices."""
 
@@ -266,7 +271,7 @@ def _on_gpu(
     if not isinstance(matrices, Packed):
         is_turned = matrices.stride(2) != 1
         multiply(matrices.transpose(1, 2) if is_turned else matrices, not is_turned)
-    elif rows <= FEW_ROWS * experts:
+    elif unpacks_tiles(rows, experts):
         codes, packing = matrices.lines.read(matrices.weight)
         multiply(codes, not matrices.is_transposed, packing)
     else:
