@@ -2,16 +2,13 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from architecture_steps import Document, Gap, Step, adapted, fused, gap, gradients_of, settings
-from rank_processes import ON_CPU, QUIET, ROOT, SECONDS
+from rank_processes import run_two
 from tiny_models import tiny_model
 from torch import distributed
 
@@ -20,7 +17,6 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.attention.ulysses import ContextGroup, context_group
 from sft_play.models.fast.documents import CONTEXT
 from sft_play.models.fast.install import fused_kernels_of
-from sft_play.plan.launch import free_port
 from sft_play.process import Process
 from sft_play.training.batches import (
     LOSS_POSITIONS,
@@ -160,26 +156,11 @@ def gap_of(one: Step, two: Step) -> Gap:
     )
 
 
-def run_both(folder: Path) -> None:
-    """Be both ranks: one is a fork of this interpreter, which has imported all that they need."""
-    child = os.fork()
-    os.environ["RANK"] = "1" if child == 0 else "0"
-    if child == 0:
-        sys.exit(run(folder, 2))
-    run(folder, 2)
-    assert os.waitpid(child, 0)[1] == 0
-
-
 @pytest.fixture(scope="module")
 def gaps(tmp_path_factory):
-    """The gaps of two ranks, in an interpreter of their own."""
+    """The gaps of two ranks."""
     folder = tmp_path_factory.mktemp("ranks")
-    code = f"from pathlib import Path; import {__name__} as t; t.run_both(Path({str(folder)!r}))"
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    environ = {**os.environ, **QUIET, **ON_CPU, **place, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code]
-    ranks = subprocess.Popen(command, cwd=Path(__file__).parent, env=environ)
-    assert ranks.wait(SECONDS) == 0
+    assert run_two(run, folder, 2) == [0, 0]
     found = json.loads((folder / "2.json").read_text())
     return {name: Gap(**values) for name, values in found.items()}
 

@@ -1,19 +1,25 @@
 """Without Triton, as on a system whose torch has none, fused modules can be imported."""
 
-import subprocess
 import sys
+from pathlib import Path
 
-IMPORT = """
-import sys
-
-sys.modules["triton"] = None  # as if it were not installed
-from sft_play.models.fast.linears import adapter_gradients, four_bit, glu
-
-assert callable(glu.launch_forward) and glu.BLOCK == 1024
-assert four_bit._CODES_A_WORD == four_bit.CODES_A_WORD
-"""
+from rank_processes import start_rank, wait_for
 
 
-def test_modules_with_kernels_are_imported_without_triton():
-    run = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
+def import_kernels() -> None:
+    """Be a process without Triton: import the modules with kernels anew."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "triton" or name.startswith("sft_play.models"):
+            del sys.modules[name]
+    sys.modules["triton"] = None  # as if it were not installed
+    from sft_play.models.fast.linears import adapter_gradients, four_bit, glu
+
+    assert callable(glu.launch_forward) and glu.BLOCK == 1024
+    assert four_bit._CODES_A_WORD == four_bit.CODES_A_WORD
+    assert callable(adapter_gradients.launch)
+
+
+def test_modules_with_kernels_are_imported_without_triton(tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    rank = start_rank(import_kernels, (), 0, 0, output, world_size=1)
+    assert wait_for(rank) == 0, output.read_text()[-2000:]

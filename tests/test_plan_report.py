@@ -161,6 +161,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.usefixtures("traces_nothing")
 @pytest.mark.parametrize("gpus, asked, label, words", SHOWN)
 def test_a_line_has_the_figures_of_the_plan(gpus, asked, label, words):
     *settings, last = asked.split() or [""]
