@@ -3,6 +3,7 @@
 On a GPU it is a CUDA graph: test_gpu_graphs.py.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -115,15 +116,15 @@ def trains_as_launched(model: Any, batches: list[Batch]) -> GraphedDecoder:
     return decoder
 
 
-@pytest.mark.parametrize(
-    "is_packed, in_one_row",
-    [(True, False), (True, True), (False, False)],
-    ids=["packed", "in-one-row", "padded"],
-)
-@pytest.mark.parametrize("name", ["llama", "gemma3", long("qwen3"), long("qwen2-window")])
-def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(
-    name, is_packed, in_one_row, monkeypatch
-):
+LAYOUTS = {"packed": (True, False), "in-one-row": (True, True), "padded": (False, False)}
+QUICK = [("llama", "packed"), ("llama", "padded"), ("gemma3", "in-one-row")]
+NAMES = ("llama", "gemma3", "qwen3", "qwen2-window")
+LONG = [long(*pair) for pair in itertools.product(NAMES, LAYOUTS) if pair not in QUICK]
+
+
+@pytest.mark.parametrize("name, layout", [*QUICK, *LONG])
+def test_replayed_steps_have_the_losses_and_gradients_of_launched_ones(name, layout, monkeypatch):
+    is_packed, in_one_row = LAYOUTS[layout]
     monkeypatch.setattr(packing, "ROW_STEP", 8)  # rows of a few hundred tokens have many lengths
     batches = list(micro_batches(30, is_packed, in_one_row))
     decoder = trains_as_launched(fused(name), batches)

@@ -34,9 +34,15 @@ def recomputed(model_type: str, mode: str, **lora: object) -> torch.nn.Module:
     return made
 
 
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize("model_type", ["llama", "gemma3", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "model_type, mode, packed",
+    [
+        ("llama", "lora", True),
+        ("gemma3", "full", False),
+        ("phi3", "lora", False),
+        ("olmo2", "full", True),
+    ],
+)
 def test_a_step_in_tiles_is_the_step(model_type, mode, packed, monkeypatch):
     made = recomputed(model_type, mode)
     in_tiles = trained_step(made, packed)
