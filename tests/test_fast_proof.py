@@ -26,7 +26,6 @@ from sft_play.models.fast.recognize import (
     gated_mlp_of,
     layer_roles_of,
     norm_kind_of,
-    rotates,
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
 from sft_play.models.fast.trial import Result, Trial, difference, own_code
@@ -240,10 +239,9 @@ def test_a_norm_is_known_by_its_numbers(model_type, casting, offset):
     ],
 )
 def test_rotary_is_known_by_its_numbers(model_type, expected):
-    layers = tiny_model(model_type).model.layers
-    assert sorted(map(str, [rotates(layer.self_attn) for layer in layers])) == sorted(
-        map(str, expected)
-    )
+    kinds = [attention_kind_of(layer.self_attn) for layer in tiny_model(model_type).model.layers]
+    found = [kind and kind.rotates for kind in kinds]
+    assert sorted(map(str, found)) == sorted(map(str, expected))
 
 
 def test_attention_is_known_among_fake_kernels():

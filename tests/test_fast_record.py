@@ -19,10 +19,10 @@ from torch import distributed
 
 from sft_play import timeline
 from sft_play.config.schema import Config
-from sft_play.models.fast import record
+from sft_play.models.fast import proof
 from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.linears import mlp
-from sft_play.models.fast.record import ProofStore
+from sft_play.models.fast.proof import ProofStore
 from sft_play.plan import counting
 from sft_play.process import Process
 
@@ -114,7 +114,7 @@ def test_a_variable_that_may_choose_other_kernels_is_part_of_the_proof(proved):
 def change_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = folder / "cpuinfo"
     other.write_text("processor\t: 0\nmodel name\t: Another\ncpu MHz\t: 2000\n")
-    monkeypatch.setattr(record, "CPUS", other)
+    monkeypatch.setattr(proof, "CPUS", other)
 
 
 def change_version(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:

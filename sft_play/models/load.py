@@ -39,7 +39,7 @@ from sft_play.models.delivered import deliver, deliver_adapters
 from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
-from sft_play.models.fast.record import ProofStore
+from sft_play.models.fast.proof import ProofStore
 from sft_play.models.float8.linear import has_float8
 from sft_play.models.float8.loading import (
     float8_config,

@@ -31,7 +31,7 @@ from sft_play.models.fast.linears.mlp import (
 from sft_play.models.fast.loss.head import install_loss
 from sft_play.models.fast.mixers.install import install_mixers
 from sft_play.models.fast.norms.install import install_norms
-from sft_play.models.fast.record import ProofStore
+from sft_play.models.fast.proof import ProofStore
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
 from sft_play.models.linear_attention import torch_code
 from sft_play.models.sharding import outermost_layers

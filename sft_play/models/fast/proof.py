@@ -3,8 +3,14 @@
 `prove` runs before a fused module is installed. It runs the fused code and the original
 implementation on the inputs stored by `capture`, on this device and in this dtype. It then compares
 outputs and gradients. It runs one module per kind. If the two differ in 16 bits, the original
-implementation in float32 decides whether that is rounding. If an earlier start has proved a kernel
-(`record`), only outputs are compared.
+implementation in float32 decides whether that is rounding. If an earlier start has proved a
+kernel, only outputs are compared.
+
+A `ProofStore` records proofs for later starts. A record is a file in the cache, with the largest
+difference that each proof found. Its name is a digest of everything that the proofs depend on, and
+its seal is a digest of its contents. A record is not used if a byte has changed, if it belongs to
+something else, or if another user may have written it. Anyone who can write as this user can also
+change the kernels.
 
 A trace has no values. There, `prove` checks that the fused code runs and returns the same shapes as
 the original implementation. The trace then counts the bytes of the code that the run will use.
@@ -12,26 +18,166 @@ the original implementation. The trace then counts the bytes of the code that th
 Legend: B rows, T tokens per row.
 """
 
-import functools
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from sft_play import timeline
+from sft_play.data.files import digest_files
 from sft_play.models.experts import ranks_of_experts
 from sft_play.models.fast.capture import PACKED, PLAIN, Call, Kind, preserving_state, shape_of
 from sft_play.models.fast.documents import forward_by_document
 from sft_play.models.fast.recognize import MISMATCH_ERRORS
 from sft_play.models.fast.reference_copies import Part
 from sft_play.models.fast.setup import TrainingSetup
-from sft_play.models.fast.trial import Forward, Trial, comparable, difference, own_code
+from sft_play.models.fast.trial import Forward, Result, Trial, comparable, difference, own_code
 from sft_play.models.float8.linear import has_float8
+from sft_play.plan import counting
+from sft_play.plan.probe_fit import fingerprint
 from sft_play.process import Process
+from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """Fused code, and how its arguments and its reference follow from an original call."""
+
+    fused: Forward
+    setup: TrainingSetup
+    fused_call: Callable[[Call, str], Call] | None
+    part_of: Callable[[nn.Module, Call], Part | None] | None
+
+    def reason_against(self, name: str, kind: Kind) -> str | None:
+        """Return where the fused code of a kind differs from the original; None if nowhere.
+
+        If an earlier start found no difference, it is enough to compare outputs. If outputs differ
+        on any rank, all earlier proofs are ignored.
+        """
+        setup = self.setup
+        if name in setup.proved:
+            where = self.compare(kind)
+            if not setup.process.max(int(where is not None)):
+                return None
+            where = where or "its outputs differ on another rank"
+            logger.warning("fast path: %s: %s; this and what follows is proved again", name, where)
+            setup.proved.clear()
+        errors: list[float] = []
+        with timeline.span(f"proof of {name}"):
+            where = self.compare(kind, errors)
+        if where is None:
+            setup.newly_proved[name] = max(errors, default=0.0)
+        return where
+
+    def compare(self, kind: Kind, errors: list[float] | None = None) -> str | None:
+        """Return where the fused code of a kind differs from the original; None if nowhere.
+
+        Sizes of differences are added to `errors`. Without it, only outputs are compared.
+        """
+        inputs = self.setup.proof_inputs
+        sample = inputs.samples.get(kind)
+        if sample is None:
+            return "no token of the proof reached it"
+        for batch, call in sample.calls.items():
+            fused_call, lengths = call, None
+            if self.fused_call is not None:
+                fused_call = self.fused_call(call, batch)
+                # the original may attend across documents, if the model passes no mask for them
+                lengths = inputs.documents.lengths if batch == PACKED else None
+            elif batch == PACKED and PLAIN in sample.calls:
+                # A token's result does not depend on its document. It may depend on its row, and
+                # the packed batch has only one row.
+                continue
+            if self.setup.is_traced:
+                where = self._compare_shapes(sample.module, call.shape, fused_call)
+            else:
+                where = self._compare_values(sample.module, call, fused_call, lengths, errors)
+            if where is not None:
+                return f"{type(sample.module).__name__} {where}"
+        return None
+
+    def _compare_values(
+        self,
+        module: nn.Module,
+        call: Call,
+        fused_call: Call,
+        lengths: list[int] | None,
+        errors: list[float] | None,
+    ) -> str | None:
+        """Return where outputs and gradients differ; None if nowhere.
+
+        The original runs on the part, if there is one. It may also run on each document separately;
+        `lengths` are the documents' tokens.
+        """
+        process = self.setup.process
+        trial = Trial(module, fused_call, process, self.fused_call is not None, errors is not None)
+        with (
+            self.setup.gathered(module),
+            preserving_state(module, process.device),
+            comparable(module),
+        ):
+            module.train()
+            part = None if self.part_of is None else self.part_of(module, call)
+            reference = replace(trial, call=call)
+            if part is not None:
+                reference = replace(trial, module=part.module, call=part.call)
+                trial = replace(trial, call=part.whole_call)
+            own = reference.run(own_code)
+            try:
+                computed = trial.run(self.fused, own.choices)
+            except torch.OutOfMemoryError:  # the original would need as much or more
+                raise
+            except MISMATCH_ERRORS as error:
+                # recognized by its structure, but called in another way
+                return f"is called in another way ({type(error).__name__}: {error})"
+            if part is not None:
+                computed = computed._replace(tensors=part.of_whole(computed.tensors))
+
+            def find_difference(own: Result, exact: Result | None = None) -> str | None:
+                return of_any_rank(module, process, difference(own, computed, exact, errors))
+
+            code: Forward = own_code
+            where = find_difference(own)
+            if where is not None and lengths is not None:
+                code = partial(forward_by_document, lengths)
+                own = reference.run(code)
+                where = find_difference(own)
+            # in float8, a float32 number's last bit may decide between two numbers that differ by
+            # 12 %
+            if where is not None and (own.dtype.itemsize == 2 or has_float8(reference.module)):
+                exact = reference.run_in_float32(code, own.choices)
+                if exact is not None and find_difference(own, exact) is None:
+                    return None
+        return where and f"computes something else ({where})"
+
+    def _compare_shapes(
+        self, module: nn.Module, shape: tuple[int, ...], fused_call: Call
+    ) -> str | None:
+        """Return how fused code of a traced module differs from the original; None if nowhere."""
+        setup = self.setup
+        device = next(setup.base.parameters()).device
+        dtype = setup.process.compute_dtype
+        is_half = dtype.itemsize == 2 and not setup.zero_stage
+        with preserving_state(module, device), torch.autocast(device.type, dtype, enabled=is_half):
+            module.train()
+            try:
+                computed = shape_of(self.fused(module, *fused_call.args, **fused_call.kwargs))
+            except MISMATCH_ERRORS as error:
+                return f"is called in another way ({type(error).__name__})"
+        if computed != shape:
+            return f"computes something else (shapes {shape} and {computed})"
+        return None
 
 
 def prove(
@@ -54,42 +200,16 @@ def prove(
     """
     if not setup.has_values and not setup.is_traced:
         return list(modules)
-    if part_of is not None and setup.divides_weights:
-        part_of = None
+    proof = _Proof(fused, setup, fused_call, None if setup.divides_weights else part_of)
     kernel = kernel or getattr(fused, "__name__", "")
     kinds = setup.proof_inputs.kinds
-    verdicts: dict[Kind, str | None] = {}
+    reasons: dict[Kind, str | None] = {}
     for module in modules:
         kind = kinds[module]
-        if kind not in verdicts:
-            compare = functools.partial(_why_not_proved, kind, fused, setup, fused_call, part_of)
+        if kind not in reasons:
             name = f"{type(module).__name__} {kind}: {kernel}"
-            verdicts[kind] = prove_once(name, setup, compare)
-    return setup.without_reason({module: verdicts[kinds[module]] for module in modules})
-
-
-def prove_once(
-    name: str, setup: TrainingSetup, compare: Callable[[list[float] | None], str | None]
-) -> str | None:
-    """Return where `compare` finds a difference; None if it finds none.
-
-    `compare` adds the sizes of differences to a list. Without a list it compares only outputs,
-    which is enough if an earlier start found no difference. If outputs differ on any rank, all
-    earlier proofs are ignored.
-    """
-    if name in setup.proved:
-        where = compare(None)
-        if not setup.process.max(int(where is not None)):
-            return None
-        reason = where or "its outputs differ on another rank"
-        logger.warning("fast path: %s: %s; this and what follows is proved again", name, reason)
-        setup.proved.clear()
-    errors: list[float] = []
-    with timeline.span(f"proof of {name}"):
-        where = compare(errors)
-    if where is None:
-        setup.newly_proved[name] = max(errors, default=0.0)
-    return where
+            reasons[kind] = proof.reason_against(name, kind)
+    return setup.without_reason({module: reasons[kinds[module]] for module in modules})
 
 
 def of_any_rank(module: nn.Module, process: Process, where: str | None) -> str | None:
@@ -102,98 +222,98 @@ def of_any_rank(module: nn.Module, process: Process, where: str | None) -> str |
     return next(filter(None, process.gather(where)), None)
 
 
-def _why_not_proved(
-    kind: Kind,
-    fused: Forward,
-    setup: TrainingSetup,
-    fused_call: Callable[[Call, str], Call] | None,
-    part_of: Callable[[nn.Module, Call], Part | None] | None,
-    errors: list[float] | None,
-) -> str | None:
-    """Return where the fused code of a kind differs from the original; None if nowhere."""
-    inputs = setup.proof_inputs
-    sample = inputs.samples.get(kind)
-    if sample is None:
-        return "no token of the proof reached it"
-    module = sample.module
-    # Without `fused_call`, a token's result does not depend on its document. It may depend on its
-    # row, and the packed batch has only one row.
-    mixes_tokens = fused_call is not None
-    for batch, call in sample.calls.items():
-        if batch == PACKED and not mixes_tokens and PLAIN in sample.calls:
-            continue
-        given = fused_call(call, batch) if mixes_tokens else call
-        if setup.is_traced:
-            where = _where_misshapen(module, call, given, fused, setup)
-        else:
-            with (
-                setup.gathered(module),
-                preserving_state(module, setup.process.device),
-                comparable(module),
-            ):
-                module.train()
-                part = None if part_of is None else part_of(module, call)
-                trial = Trial(module, call, setup.process, mixes_tokens, errors)
-                # the original may attend across documents, if the model passes no mask for them
-                lengths = inputs.documents.lengths if mixes_tokens and batch == PACKED else None
-                where = _where_different(trial, given, fused, part, lengths)
-        if where is not None:
-            return f"{type(module).__name__} {where}"
-    return None
+OTHERS_WRITE = 0o022  # mode bits of a file that others than its owner may write
+CPUS = Path("/proc/cpuinfo")
+DRIVER = Path("/proc/driver/nvidia/version")
+# Environment variables that may select other kernels
+VARIABLES = re.compile(
+    "(ATEN|BNB|CUBLAS|CUDA|CUDNN|DISABLE_AUTOTUNE|DNNL|FLA|FLCE|LIGER|MKL|NVIDIA|ONEDNN|PYTORCH"
+    "|TORCH|TRITON)(_|$)"
+)
 
 
-def _where_different(
-    whole: Trial, given: Call, fused: Forward, part: Part | None, documents: list[int] | None
-) -> str | None:
-    """Return as text where a module's fused code differs from the original; None if nowhere.
+@dataclass
+class ProofStore:
+    """The records in a folder, for a process with these environment variables."""
 
-    The fused code is called with `given`. The original implementation runs on the part, if there is
-    one. It may also run on each document separately; `documents` are their lengths.
-    """
-    agreed = functools.partial(of_any_rank, whole.module, whole.process)
-    trial = whole
-    if part is not None:
-        trial = replace(whole, module=part.module, call=part.call)
-        given = part.whole_call
-    own = trial.run(own_code)
-    try:
-        computed = whole.run(fused, given, own.choices)
-        if part is not None:
-            computed = computed._replace(tensors=part.of_whole(computed.tensors))
-    except torch.OutOfMemoryError:  # the original would need as much or more
-        raise
-    except MISMATCH_ERRORS as error:
-        # recognized by its structure, but called in another way
-        return f"is called in another way ({type(error).__name__}: {error})"
-    code: Forward = own_code
-    where = agreed(difference(own, computed, None, trial.errors))
-    if where is not None and documents is not None:
-        code = functools.partial(forward_by_document, documents)
-        own = trial.run(code)
-        where = agreed(difference(own, computed, None, trial.errors))
-    if where is None:
-        return None
-    # in float8, a float32 number's last bit may decide between two numbers that differ by 12 %
-    if own.dtype.itemsize == 2 or has_float8(trial.module):
-        exact = trial.run_in_float32(code, own.choices)
-        if exact and agreed(difference(own, computed, exact, trial.errors)) is None:
-            return None
-    return f"computes something else ({where})"
+    folder: Path
+    environ: Mapping[str, str]
+    path: Path | None = None  # the record that this start reads and writes
 
+    def take(self, setup: TrainingSetup) -> None:
+        """Add earlier proofs to a setup, if every rank has them. Every rank must call it.
 
-def _where_misshapen(
-    module: nn.Module, call: Call, given: Call, fused: Forward, setup: TrainingSetup
-) -> str | None:
-    """Return how fused code of a traced module differs from the original; None if nowhere."""
-    device = next(setup.base.parameters()).device
-    dtype = setup.process.compute_dtype
-    is_half = dtype.itemsize == 2 and not setup.zero_stage
-    with preserving_state(module, device), torch.autocast(device.type, dtype, enabled=is_half):
-        module.train()
+        Ranks gather sharded weights together, so either all of them prove a kernel or none does.
+        """
+        self.path = self.folder / f"{fingerprint(**facts_of(setup, self.environ))}.json"
+        record = self._read()
+        names = setup.process.gather(record and sorted(record["proofs"]))
+        if record is None or names.count(names[0]) < len(names):
+            return
+        setup.proved.update(record["proofs"])
+        logger.info(
+            "fast path: %d proofs of %s are taken, largest difference %.1e; outputs alone are "
+            "compared now (%s)",
+            *(len(setup.proved), record["when"], max(setup.proved.values()), self.path),
+        )
+
+    def _read(self) -> dict[str, Any] | None:
+        """Return the record; None if there is no usable one."""
         try:
-            computed = shape_of(fused(module, *given.args, **given.kwargs))
-        except MISMATCH_ERRORS as error:
-            return f"is called in another way ({type(error).__name__})"
-    if computed != call.shape:
-        return f"computes something else (shapes {call.shape} and {computed})"
-    return None
+            status = self.path.stat()
+            record = read_json(self.path)
+            if status.st_uid not in (0, os.getuid()) or status.st_mode & OTHERS_WRITE:
+                raise ValueError("another user may have written it")
+            if record.pop("seal") != fingerprint(**record) or record["of"] != self.path.stem:
+                raise ValueError("it is not as it was written here")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s: not taken (%s); the kernels are proved again", self.path, error)
+            return None
+        return record
+
+    def write(self, setup: TrainingSetup) -> None:
+        """Write the new proofs, if they are the same on every rank. Every rank must call it."""
+        names = setup.process.gather(sorted(setup.newly_proved))
+        is_same = names.count(names[0]) == len(names)
+        if not (self.path and names[0] and is_same) or setup.process.local_rank:
+            return
+        when = time.strftime("%Y-%m-%d %H:%M %Z")
+        proofs = {**setup.proved, **setup.newly_proved}
+        record = {"of": self.path.stem, "when": when, "proofs": proofs}
+        try:
+            write_json(self.path, {**record, "seal": fingerprint(**record)})
+            self.path.chmod(0o600)
+        except OSError as error:
+            logger.warning("%s: %s; the next start proves the kernels again", self.path, error)
+
+
+def facts_of(setup: TrainingSetup, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return what proofs depend on; this excludes the weights and their source."""
+    config, process = setup.config, setup.process
+    # FSDP and parametrizations create subclasses of the class that contains the code
+    classes = {each for module in setup.base.modules() for each in type(module).__mro__}
+    modules = {sys.modules.get(each.__module__) for each in classes}
+    files = {getattr(module, "__file__", None) for module in modules} - {None}
+    return {
+        "layers": setup.proof_inputs.signature,
+        "config": repr({**setup.base.config.to_dict(), "_name_or_path": None}),
+        "rows": setup.proof_inputs.documents.boundaries.tolist(),
+        "settings": [repr(config.tuning), config.model.attn_implementation, setup.zero_stage],
+        "numbers": [str(process.compute_dtype), torch.get_float32_matmul_precision()],
+        "devices": describe_devices(process),
+        "variables": {name: environ[name] for name in environ if VARIABLES.match(name)},
+        "code": [counting.versions(), digest_files(map(Path, sorted(files)))],
+    }
+
+
+def describe_devices(process: Process) -> list[Any]:
+    """Return the driver and the GPU's name and capability, or the name of the CPU."""
+    path = DRIVER if process.is_gpu else CPUS
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    system = re.findall("(?:NVRM version|model name).*", text)[:1]
+    if not process.is_gpu:
+        return system
+    gpu = torch.cuda.get_device_properties(process.device)
+    return [*system, (gpu.name, gpu.major, gpu.minor)]

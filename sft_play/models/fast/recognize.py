@@ -8,10 +8,8 @@ device.
 """
 
 import contextlib
-import copy
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,11 +19,12 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn import functional
 
 from sft_play.models.experts import true_shape
 from sft_play.models.fast.attention.reference import attend_rows, rotate_reference
-from sft_play.models.fast.linears.activations import Activation, activation_of, sigmoid_argument
-from sft_play.models.fast.norms.residual import LayerRoles, NormKind, Reference, epsilon
+from sft_play.models.fast.linears.activations import Activation, sigmoid_argument
+from sft_play.models.fast.norms.residual import LayerRoles, NormKind, Reference
 from sft_play.models.sharding import shallow_copy
 
 # What a class's forward method may raise if it is called with children that it does not expect
@@ -75,14 +74,6 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def with_children(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
-    """Return a shallow copy of a module with other children; its class's forward is unchanged."""
-    copied = shallow_copy(module)
-    vars(copied)["_modules"] = {**module._modules, **children}
-    vars(copied).pop("forward", None)
-    return copied
-
-
 @contextlib.contextmanager
 def real_numbers() -> Iterator[None]:
     """Compute real numbers on the CPU, even inside a trace, without gradients and autocast."""
@@ -95,10 +86,20 @@ def real_numbers() -> Iterator[None]:
         yield
 
 
-def own_result(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return what a module's class computes; None if its code does not accept the arguments."""
+def own_result(
+    module: nn.Module, replaced: dict[str, nn.Module | Tensor], *args: Any, **kwargs: Any
+) -> Any:
+    """Return what a module's class computes with some children or weights replaced.
+
+    Return None if its code does not accept the arguments. The module is not changed.
+    """
+    copied = shallow_copy(module)
+    weights = {name: value for name, value in replaced.items() if isinstance(value, Tensor)}
+    children = {name: value for name, value in replaced.items() if name not in weights}
+    vars(copied)["_parameters"] = {**module._parameters, **weights}
+    vars(copied)["_modules"] = {**module._modules, **children}
     try:
-        return type(module).forward(module, *args, **kwargs)
+        return type(module).forward(copied, *args, **kwargs)
     except MISMATCH_ERRORS:
         return None
 
@@ -122,21 +123,12 @@ def gated_mlp_of(module: nn.Module) -> GatedMlp | None:
     linears = [name for name, child in module.named_children() if is_linear(child)]
     if len(linears) not in (2, 3) or module._parameters:
         return None
-    for activation in _activations_of(module):
+    for activation in ("silu", "gelu_tanh"):
         for gate, *up, down in itertools.permutations(linears):
             roles = GatedMlp(gate, up[0] if up else None, down, activation)
             if _computes_gated_mlp(module, roles):
                 return roles
     return None
-
-
-def _activations_of(module: nn.Module) -> list[Activation]:
-    """Return the activations that a module may compute: a child's, or one in its class's code."""
-    others = [child for child in module.children() if not is_linear(child)]
-    if not others:
-        return ["silu", "gelu_tanh"]
-    found = [activation_of(child) for child in others]
-    return [activation for activation in found if activation is not None]
 
 
 def _computes_gated_mlp(module: nn.Module, roles: GatedMlp) -> bool:
@@ -152,31 +144,27 @@ def _computes_gated_mlp(module: nn.Module, roles: GatedMlp) -> bool:
     stubs = {roles.gate: Stub(both), roles.down: Stub(torch.tanh)}
     if roles.up is not None:
         stubs |= {roles.gate: Stub(torch.sin), roles.up: Stub(lambda x: (2 * x).cos())}
-    return agrees(own_result(with_children(module, stubs), x), expected)
+    return agrees(own_result(module, stubs, x), expected)
 
 
 @real_numbers()
 def norm_kind_of(module: nn.Module) -> NormKind | None:
     """Return how an RMSNorm computes; None if a module is not an RMSNorm of a known kind."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
-    has_epsilon = hasattr(module, "variance_epsilon") or isinstance(
-        getattr(module, "eps", None), float
-    )
-    if names != ["weight"] or module._modules or not has_epsilon:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if names != ["weight"] or module._modules or not isinstance(eps, float):
         return None
     shape = true_shape(module.weight)
     arguments = inspect.signature(type(module).forward).parameters
     if len(shape) != 1 or len(arguments) != 2:  # self and the input
         return None
-    copied = copy.copy(module)
-    drawn = numbers(*shape, dtype=torch.bfloat16, seed=1)
-    vars(copied)["_parameters"] = {"weight": drawn}
+    weight = numbers(*shape, dtype=torch.bfloat16, seed=1)
     x = numbers(8, *shape, dtype=torch.bfloat16)
-    result = own_result(copied, x)
+    result = own_result(module, {"weight": weight}, x)
     if not isinstance(result, Tensor) or result.dtype != x.dtype or result.shape != x.shape:
         return None
     for kind in NORM_KINDS:
-        expected, *_ = Reference.forward(x, None, drawn, epsilon(module), kind)
+        expected, *_ = Reference.forward(x, None, weight, eps, kind)
         differing = float(result.ne(expected).double().mean())
         is_near = torch.allclose(result.float(), expected.float(), rtol=2**-6)
         if is_near and differing <= OTHER_ROUNDING:
@@ -242,7 +230,7 @@ def _with_arguments(layer: nn.Module, roles: LayerRoles) -> LayerRoles | None:
         is_open = parameter.kind is inspect.Parameter.VAR_KEYWORD
         takes_more |= is_open
         marks[UNKNOWN_ARGUMENT if is_open else name] = object()
-    if not agrees(own_result(with_children(layer, stubs), x, **marks), expected):
+    if not agrees(own_result(layer, stubs, x, **marks), expected):
         return None
     given = stubs.pop(roles.block1).kwargs
     if any(stub.kwargs for stub in stubs.values()):
@@ -272,6 +260,13 @@ class AttentionKind:
     norms_all_heads: bool  # at once, as OLMo 2 does, if there are norms
 
 
+ATTENTION_KINDS = [
+    AttentionKind(rotates, norms_all_heads)
+    for rotates, norms_all_heads in itertools.product((True, False), (False, True))
+]
+
+
+@real_numbers()
 def attention_kind_of(module: nn.Module) -> AttentionKind | None:
     """Return the kind of an attention module; None if `attention_forward` does not fit it.
 
@@ -279,89 +274,55 @@ def attention_kind_of(module: nn.Module) -> AttentionKind | None:
     output. Norms of each head, or of all heads at once, are optional. Rotary embeddings are over
     the halves of a head.
     """
-    linears = {name for name, child in module.named_children() if is_linear(child)}
+    children = dict(module.named_children())
+    linears = {name for name, child in children.items() if is_linear(child)}
     if linears not in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}):
         return None
-    if module._parameters or not (hasattr(module, "scaling") and hasattr(module, "head_dim")):
+    if children.keys() - linears not in (set(), {"q_norm", "k_norm"}) or module._parameters:
         return None
-    rotary = rotates(module)
-    if rotary is None:
+    if not (hasattr(module, "scaling") and hasattr(module, "head_dim")):
         return None
-    norms = {name: child for name, child in module.named_children() if name not in linears}
-    if not norms:
-        return AttentionKind(rotary, False)
-    if norms.keys() != {"q_norm", "k_norm"}:
-        return None
-    heads, key_heads = _numbers_of_heads(module)
-    widths = [
-        sum(math.prod(true_shape(each)) for each in norms[name].parameters())
-        for name in ("q_norm", "k_norm")
-    ]
-    if widths == [module.head_dim, module.head_dim]:
-        return AttentionKind(rotary, False)
-    if widths == [heads * module.head_dim, key_heads * module.head_dim]:
-        return AttentionKind(rotary, True)
+    for kind in ATTENTION_KINDS:
+        # OLMo clamps large queries, keys and values
+        if all(_computes_attention(module, kind, size) for size in (1, 1000)):
+            return kind
     return None
 
 
-@real_numbers()
-def rotates(module: nn.Module) -> bool | None:
-    """Return whether attention rotates queries and keys; None if it is not like Llama's.
+def _computes_attention(module: nn.Module, kind: AttentionKind, size: int) -> bool:
+    """Return whether the class's code computes attention of this kind.
 
-    The code of its class runs on given queries, keys and values, with tables for full heads. It
-    also runs on large queries, keys and values, which OLMo clamps.
+    It runs on given queries, keys and values of magnitude `size`, with tables for full heads.
     """
-    found = {_rotates_of_size(module, size) for size in (1, 1000)}
-    return found.pop() if len(found) == 1 else None
-
-
-def _rotates_of_size(module: nn.Module, size: int) -> bool | None:
-    """Return the same as `rotates`, for queries, keys and values of one magnitude."""
-    heads, key_heads = _numbers_of_heads(module)
-    query = size * numbers(1, ATTENDED, heads * module.head_dim, seed=1)
-    key = size * numbers(1, ATTENDED, key_heads * module.head_dim, seed=2)
-    value = size * numbers(1, ATTENDED, key_heads * module.head_dim, seed=3)
-    angles = numbers(1, ATTENDED, module.head_dim // 2, seed=4).repeat(1, 1, 2)
+    width = module.head_dim
+    if "qkv_proj" in module._modules:
+        keys = module.num_key_value_heads * width
+        queries = module.qkv_proj.out_features - 2 * keys
+    else:
+        queries, keys = module.q_proj.out_features, module.k_proj.out_features
+    query = size * numbers(1, ATTENDED, queries, seed=1)
+    key = size * numbers(1, ATTENDED, keys, seed=2)
+    value = size * numbers(1, ATTENDED, keys, seed=3)
+    angles = numbers(1, ATTENDED, width // 2, seed=4).repeat(1, 1, 2)
     positions = (angles.cos(), angles.sin())
-    children = {
+    stubs = {
         "q_proj": Stub(lambda x: query.clone()),  # OLMo clamps in place
         "k_proj": Stub(lambda x: key.clone()),
         "v_proj": Stub(lambda x: value.clone()),
         "qkv_proj": Stub(lambda x: torch.cat((query, key, value), dim=-1)),
         "o_proj": Stub(lambda x: x),
-        "q_norm": Stub(torch.sin),
-        "k_norm": Stub(torch.cos),
+        "q_norm": Stub(lambda x: functional.normalize(x, dim=-1)),
+        "k_norm": Stub(lambda x: functional.normalize(x.sin(), dim=-1)),
     }
-    present = {name: stub for name, stub in children.items() if name in module._modules}
+    present = {name: stub for name, stub in stubs.items() if name in module._modules}
     inputs = {"position_embeddings": positions, "attention_mask": None}
-    hidden = numbers(1, ATTENDED, 4)
-    result = own_result(with_children(module, present), hidden_states=hidden, **inputs)
-    if not isinstance(result, tuple):
-        return None
-    if "q_norm" in present:
-        query, key = query.sin(), key.cos()
-    for has_rotary in (True, False):
-        expected = _attended(module, (query, key, value), positions if has_rotary else None)
-        if agrees(result[0], expected, rtol=1e-5):
-            return has_rotary
-    return None
-
-
-def _numbers_of_heads(module: nn.Module) -> tuple[int, int]:
-    """Return a module's number of query heads, and its number of key and value heads."""
-    if "qkv_proj" not in module._modules:
-        sizes = (module.q_proj.out_features, module.k_proj.out_features)
-        return sizes[0] // module.head_dim, sizes[1] // module.head_dim
-    key_heads = module.num_key_value_heads
-    return module.qkv_proj.out_features // module.head_dim - 2 * key_heads, key_heads
-
-
-def _attended(
-    module: nn.Module, projected: tuple[Tensor, ...], positions: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """Return causal attention (1, T, H * D) of queries, keys and values (1, T, heads * D)."""
-    query, key, value = (tensor.unflatten(-1, (-1, module.head_dim)) for tensor in projected)
-    if positions is not None:
-        query = rotate_reference(query, *positions)
-        key = rotate_reference(key, *positions)
-    return attend_rows(query, key, value, module.scaling).flatten(2)
+    result = own_result(module, present, hidden_states=numbers(1, ATTENDED, 4), **inputs)
+    if kind.norms_all_heads and "q_norm" in present:
+        query, key = stubs["q_norm"](query), stubs["k_norm"](key)
+    query, key, value = (each.unflatten(-1, (-1, width)) for each in (query, key, value))
+    if not kind.norms_all_heads and "q_norm" in present:
+        query, key = stubs["q_norm"](query), stubs["k_norm"](key)
+    if kind.rotates:
+        query, key = (rotate_reference(each, *positions) for each in (query, key))
+    expected = attend_rows(query, key, value, module.scaling).flatten(2)
+    return isinstance(result, tuple) and agrees(result[0], expected, rtol=1e-5)

@@ -9,7 +9,7 @@ Legend: B rows, T tokens per row.
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -59,9 +59,10 @@ def difference(
     `exact` is the original's result in float32. With it, both results may differ from it by as much
     as rounding explains. Differences within the tolerance are added to `errors`.
     """
+    errors = [] if errors is None else errors
     for name, expected in own.tensors.items():
         computed = fused.tensors[name]
-        right = expected if exact is None else exact.tensors[name]
+        right = (exact or own).tensors[name]
         present = [tensor for tensor in (expected, computed, right) if tensor is not None]
         if not present:
             continue
@@ -71,14 +72,11 @@ def difference(
             if not torch.equal(expected, computed):
                 return name
             continue
-        allowed = TOLERANCES[own.dtype]
-        if exact is not None:
-            allowed = max(allowed, MAX_ROUNDING * relative_error(right, expected))
+        allowed = max(TOLERANCES[own.dtype], MAX_ROUNDING * relative_error(right, expected))
         error = relative_error(right, computed)
         if not error <= allowed:
             return f"{name} by {error:.1e} of its size, {allowed:.0e} is allowed"
-        if errors is not None:
-            errors.append(error)
+        errors.append(error)
     return None
 
 
@@ -161,51 +159,46 @@ class Choosing(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Trial:
-    """A module and its arguments, to run it with the original implementation and fused code."""
+    """One call of a module, to run it with the original implementation or with fused code."""
 
     module: nn.Module
     call: Call
     process: Process
     mixes_tokens: bool
-    errors: list[float] | None = field(default_factory=list)  # None: only outputs are compared
+    has_gradients: bool = True  # False: only outputs are compared
 
-    def run(
-        self, code: Forward, call: Call | None = None, choices: Choices | None = None
-    ) -> Result:
+    def run(self, code: Forward, choices: Choices | None = None) -> Result:
         """Return output and gradients of a forward call, for one random gradient of its output.
 
-        `code` is a forward method, and `call` are its arguments if they differ from the original
-        ones. `choices` of another run are reused: rounding can send a token to another expert,
-        which is not a difference in the compared code.
+        `code` is a forward method. `choices` of another run are reused: rounding can send a token
+        to another expert, which is not a difference in the compared code.
 
         The gradients are those of the input and of the trained parameters. If a module mixes
         tokens, a second gradient of the input is computed, only from the last token of each row. It
         is zero, to the bit and in any dtype, for tokens that do not reach the last one.
         """
-        call, inputs = _with_gradients(call or self.call)
-        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        choosing = Choosing(choices)
-        with torch.enable_grad(), self.process.autocast(), choosing:
+        call, inputs = _with_gradients(self.call)
+        with torch.enable_grad(), self.process.autocast(), Choosing(choices) as choosing:
             output = code(self.module, *call.args, **call.kwargs)
             output = output if isinstance(output, Tensor) else output[0]
         generator = torch.Generator().manual_seed(SEED)
         weights = torch.randn(output.shape, generator=generator).to(output)
         tensors: dict[str, Tensor | None] = {"output": output.detach()}
-        dtypes = (output.dtype, inputs[0].dtype, self.process.compute_dtype)
+        dtypes = (output.dtype, inputs["input 0"].dtype, self.process.compute_dtype)
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         result = Result(tensors, coarsest, choosing.made)
-        if self.errors is None:
+        if not self.has_gradients:
             return result
         if self.mixes_tokens:
             last = torch.zeros_like(weights)
             last[:, -1] = weights[:, -1]
-            (of_last,) = torch.autograd.grad(output, inputs[:1], last, retain_graph=True)
+            (of_last,) = torch.autograd.grad(output, inputs["input 0"], last, retain_graph=True)
             tensors["reach of the last token"] = of_last.ne(0).any(-1)
-        sources = (*inputs, *trained.values())
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        sources = inputs | trained
         # kernels may overwrite the gradient of the output, so nothing reads it after this pass
-        gradients = torch.autograd.grad(output, sources, weights, allow_unused=True)
-        names = [f"input {number}" for number in range(len(inputs))]
-        for name, gradient in zip([*names, *trained], gradients, strict=True):
+        gradients = torch.autograd.grad(output, [*sources.values()], weights, allow_unused=True)
+        for name, gradient in zip(sources, gradients, strict=True):
             tensors[f"gradient of {name}"] = gradient
         return result
 
@@ -214,16 +207,13 @@ class Trial:
 
         Return None if it does not run in float32.
         """
-        call = tree_map_only(
-            Tensor, lambda value: value.float() if _is_floating(value) else value, self.call
-        )
+        widened = tree_map_only(Tensor, lambda x: x.float() if _is_floating(x) else x, self.call)
         process = replace(self.process, compute_dtype=torch.float32)
         try:
             module = in_float32(shallow_copy(self.module))
             for child in module.modules():
                 vars(child).pop("forward", None)  # set on parts that are already fused
-            trial = replace(self, module=module, call=call, process=process)
-            return trial.run(code, choices=choices)
+            return replace(self, module=module, call=widened, process=process).run(code, choices)
         except torch.OutOfMemoryError:  # a RuntimeError that has nothing to do with the code
             raise
         except MISMATCH_ERRORS as error:
@@ -231,24 +221,24 @@ class Trial:
             return None
 
 
-def _with_gradients(call: Call) -> tuple[Call, list[Tensor]]:
+def _with_gradients(call: Call) -> tuple[Call, dict[str, Tensor]]:
     """Return a call whose inputs are copies that require a gradient, and those inputs.
 
     They are the floating-point tensors among its positional arguments, or else the first one that
     is passed by keyword.
     """
-    args = [_leaf(value) for value in call.args]
-    leaves = [value for value in args if _is_floating(value)]
-    kwargs = dict(call.kwargs)
-    for name, value in kwargs.items():
-        if not leaves and _is_floating(value):
-            kwargs[name] = _leaf(value)
-            leaves.append(kwargs[name])
-    return Call(tuple(args), kwargs), leaves
+    inputs: dict[str, Tensor] = {}
 
+    def leaf(value: Any) -> Any:
+        if not _is_floating(value):
+            return value
+        copied = value.detach().clone().requires_grad_()
+        inputs[f"input {len(inputs)}"] = copied
+        return copied
 
-def _leaf(value: Any) -> Any:
-    return value.detach().clone().requires_grad_() if _is_floating(value) else value
+    args = tuple(map(leaf, call.args))
+    kwargs = {name: value if inputs else leaf(value) for name, value in call.kwargs.items()}
+    return Call(args, kwargs), inputs
 
 
 def _is_floating(value: Any) -> bool:

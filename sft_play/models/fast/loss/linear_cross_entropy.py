@@ -82,10 +82,9 @@ def head_formula_of(base: PreTrainedModel, head: nn.Module) -> HeadFormula | Non
         else:
             children[name] = DecoderStub(child, output)
     copied = shallow_copy(base)
-    vars(copied)["_modules"] = children
     copied.config = copy.copy(base.config)
     copied.config.dtype = torch.float32  # Unsloth's models round their logits to this dtype
-    result = own_result(copied, input_ids=torch.zeros(1, TOKENS, dtype=torch.int64))
+    result = own_result(copied, children, input_ids=torch.zeros(1, TOKENS, dtype=torch.int64))
     logits = getattr(result, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape != scores.shape:
         return None
