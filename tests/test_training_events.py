@@ -1,9 +1,7 @@
 """What callbacks of transformers' API get from the training loop, and what they can ask of it."""
 
 import pytest
-from transformers import TrainerCallback, TrainingArguments
-
-from sft_play.training.events import Events, Observer
+from transformers import TrainerCallback
 
 EVENTS = (
     "on_train_begin on_epoch_begin on_step_begin on_substep_end on_pre_optimizer_step "
@@ -85,17 +83,3 @@ def test_a_callback_ends_training(plan_run, build_loop):
     loop.start()
     loop.train()
     assert loop.state.global_step == 2
-
-
-def test_observers_alone_get_the_events_that_transformers_lacks(tmp_path):
-    events = Events(TrainingArguments(str(tmp_path), report_to="none"))
-    got = []
-
-    class Hears(Observer):
-        def on_answers(self, rows, answers, step):
-            got.append((rows, answers, step))
-
-    events.add(Hears(), TrainerCallback())
-    events.tell("on_answers", "validation", [], 3)
-    events.tell("on_fetch")
-    assert got == [("validation", [], 3)]

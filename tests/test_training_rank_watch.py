@@ -30,8 +30,8 @@ def be_watched(folder: Path, is_hanging: bool) -> None:
 
     watch = RankWatch(Process(rank, rank, 2, torch.device("cpu")), folder, HANG_SECONDS, give_up)
     if is_hanging:
-        watch.on_fetch()  # the first step, which compiles
-        watch.on_fetch()
+        watch.on_step_begin()  # the first step, which compiles
+        watch.on_step_begin()
     (folder / f"{rank}.began").touch()
     time.sleep(60)
 

@@ -1,11 +1,11 @@
 """Report the events of a run to its callbacks in order.
 
-Events of transformers have its API: a callback gets the arguments, state and control, and the
-model, optimizer, schedule and data loader by name. `Observer` has the events that it lacks.
+They have transformers' API: a callback gets the arguments, state and control, and the model,
+optimizer, schedule and data loader by name.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -25,31 +25,28 @@ from sft_play.runs.metrics import GpuSample, SampleAnswer
 
 @dataclass(frozen=True)
 class LogDetails:
-    """Details of a logged loss besides the logged values: `details` of `on_log`."""
+    """Details of a log besides the logged values: `details` of `on_log`."""
 
-    by_rank: dict[str, float]  # by the names of TensorBoard
-    gpus: tuple[GpuSample, ...]  # of all machines
+    by_rank: dict[str, float] = field(default_factory=dict)  # of a loss, by TensorBoard's names
+    gpus: tuple[GpuSample, ...] = ()  # of all machines, of a loss
+    answers: tuple[SampleAnswer, ...] = ()  # some of an evaluation, on the main rank
+    rows: str = ""  # the split of these answers
+
+
+NO_DETAILS = LogDetails()
 
 
 SAMPLES = 3
 
 
-def sample_answers(questions: Sequence[Question], scores: GenerationScores) -> list[SampleAnswer]:
+def sample_answers(
+    questions: Sequence[Question], scores: GenerationScores
+) -> tuple[SampleAnswer, ...]:
     """Return up to three answers, spread over the set, each with its question."""
     count = len(scores.answers)
     chosen = sorted({i * count // SAMPLES for i in range(SAMPLES)})
     pairs = ((questions[index], scores.answers[index].text) for index in chosen)
-    return [SampleAnswer(row.plain_prompt, row.expected, answer) for row, answer in pairs]
-
-
-class Observer(TrainerCallback):
-    """A callback that also gets the events that transformers lacks."""
-
-    def on_fetch(self) -> None:
-        """Called before the rows of each step are read."""
-
-    def on_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
-        """Called on the main rank after an evaluation; `rows` names the split."""
+    return tuple(SampleAnswer(row.plain_prompt, row.expected, answer) for row, answer in pairs)
 
 
 class Events:
@@ -71,15 +68,9 @@ class Events:
         self.handler.callbacks += callbacks
 
     def call(self, event: str, **values: Any) -> None:
-        """Report an event of transformers' API; `control` contains what callbacks request."""
+        """Report an event; `control` contains what callbacks request."""
         report = getattr(self.handler, event)
         self.control = report(self.arguments, self.state, self.control, **values)
-
-    def tell(self, event: str, *values: Any) -> None:
-        """Report an event of `Observer`."""
-        for callback in self.handler.callbacks:
-            if isinstance(callback, Observer):
-                getattr(callback, event)(*values)
 
 
 def stop_training(control: TrainerControl) -> None:

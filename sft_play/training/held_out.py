@@ -67,14 +67,14 @@ class HeldOutEvaluation:
         with timeline.span(f"scores {when}"), plain:
             if is_plain:
                 self.bound()
-            scores = self.loop.score(self.evaluator, "test")
+            scores = self.loop.score(self.evaluator)
         self.scores[when] = scores
         rows = len(self.evaluator.scored)
         self.recorder.update(
             metrics={**self.recorder.report.metrics, when: {**scores.as_metrics(), "rows": rows}},
             global_step=self.loop.state.global_step,
         )
-        self.loop.log(scores.as_test_metrics())
+        self.loop.log_scores("test", self.evaluator, scores, scores.as_test_metrics())
         if self.recorder.rank != 0:
             return
         answers = answers_jsonl(self.evaluator.questions, scores)

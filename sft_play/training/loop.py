@@ -46,7 +46,13 @@ from sft_play.training.checkpoints import (
     save_checkpoint,
 )
 from sft_play.training.engine import Engine
-from sft_play.training.events import Events, LogDetails, sample_answers, stop_training
+from sft_play.training.events import (
+    NO_DETAILS,
+    Events,
+    LogDetails,
+    sample_answers,
+    stop_training,
+)
 from sft_play.training.experts import ExpertUse
 from sft_play.training.guards import GUARDS, GradientWatch, Movement, StepGuard
 from sft_play.training.step_log import StepLog
@@ -194,7 +200,7 @@ class TrainingLoop:
         batches = iter(loader)
         self.engine.start_epoch()
         for step in range(first, steps):
-            self.events.tell("on_fetch")
+            self.events.call("on_step_begin")
             micro_batches = self.fetch(batches)
             if step == first > 0 and checkpoint is not None:
                 load_random_state(self.process, checkpoint)  # after the skipped rows were read
@@ -220,7 +226,6 @@ class TrainingLoop:
         # the total weight of labeled tokens on all ranks: their number if each weighs 1
         labelled_tokens = self.process.sum(sum(map(total_weight, micro_batches)))
         self.step_log.start_step()
-        self.events.call("on_step_begin")
         losses = []
         for number, inputs in enumerate(micro_batches, 1):
             is_last = number == len(micro_batches)
@@ -310,9 +315,9 @@ class TrainingLoop:
                 logs["router_aux_loss"] = balance
         if "loss" in logs:  # some step was trained
             self.loss_watch.record(step, logs["loss"])
-        self.log(logs, found.details)
+        self.log(logs, found.details if "loss" in logs else NO_DETAILS)
 
-    def log(self, logs: dict[str, float], details: LogDetails | None = None) -> None:
+    def log(self, logs: dict[str, float], details: LogDetails = NO_DETAILS) -> None:
         """Log. Raises: DivergedError, on every rank, if the run has diverged."""
         logs = self.without_diverged(logs)
         if self.state.epoch is not None:
@@ -336,25 +341,29 @@ class TrainingLoop:
             self.save_checkpoint()
             self.events.call("on_save")
 
-    def score(self, evaluator: Evaluator, rows: str) -> Scores:
-        """Return the scores of the model, which is then restored to its previous mode.
-
-        `rows` names the split for `Observer.on_answers`.
-        """
+    def score(self, evaluator: Evaluator) -> Scores:
+        """Return the scores of the model, which is then restored to its previous mode."""
         with self.memory.phase("evaluation"), self.speed.evaluating(self.engine.model):
-            scores = evaluator.score(self.engine.model)
+            return evaluator.score(self.engine.model)
+
+    def log_scores(
+        self, rows: str, evaluator: Evaluator, scores: Scores, metrics: dict[str, float]
+    ) -> None:
+        """Log the metrics of an evaluation, with some answers; `rows` names its split."""
+        details = NO_DETAILS
         if self.process.is_main and scores.generation is not None:
             answers = sample_answers(evaluator.questions, scores.generation)
-            self.events.tell("on_answers", rows, answers, self.state.global_step)
-        return scores
+            details = LogDetails(answers=answers, rows=rows)
+        self.log(metrics, details)
 
     def evaluate(self) -> None:
         """Evaluate on the validation rows, and log `eval_…` metrics."""
         metrics: dict[str, float] = {}
         with suppress(EvaluationStopped):  # the callback below ends the run
-            scores = self.score(self.evaluator, "validation").as_metrics()
-            metrics = {f"eval_{name.removeprefix('eval_')}": scores[name] for name in scores}
-            self.log(metrics)
+            scores = self.score(self.evaluator)
+            for name, value in scores.as_metrics().items():
+                metrics[f"eval_{name.removeprefix('eval_')}"] = value
+            self.log_scores("validation", self.evaluator, scores, metrics)
         self.events.call("on_evaluate", metrics=metrics)
 
     def save_checkpoint(self) -> None:

@@ -22,9 +22,9 @@ from transformers import TrainerCallback, TrainerState
 from sft_play.plan.devices import NvmlUnavailable, sample_gpus
 from sft_play.process import Process
 from sft_play.runs import metrics
-from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
+from sft_play.runs.metrics import GpuSample, MetricsLine
 from sft_play.training.context import RunContext
-from sft_play.training.events import LogDetails, Observer
+from sft_play.training.events import NO_DETAILS, LogDetails
 from sft_play.training.trackers import Trackers
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 5.0  # between two heartbeats
 
 
-class MetricsFile(Observer):
+class MetricsFile(TrainerCallback):
     """Appends each log and, every BEAT_SECONDS, the step and the load of the GPUs.
 
     The heartbeats come from a thread until `stop`: they continue during evaluations and while a
@@ -68,17 +68,14 @@ class MetricsFile(Observer):
         threading.Thread(target=self._beat, name="metrics", daemon=True).start()
 
     def on_log(
-        self, *_: Any, logs: dict[str, float], details: LogDetails | None = None, **__: Any
+        self, *_: Any, logs: dict[str, float], details: LogDetails = NO_DETAILS, **__: Any
     ) -> None:
-        """Write a line for a log."""
-        if self.path is not None:
-            gpus = details.gpus if details is not None and "loss" in logs else ()
-            self._append(values=numbers_in(logs), gpus=tuple(gpus or self.latest_gpus()))
-
-    def on_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
-        """Write some answers of an evaluation; `rows` names its split."""
-        if self.path is not None and answers:
-            self._append(answers=tuple(answers), gpus=())
+        """Write a line for a log, after one for the answers of an evaluation."""
+        if self.path is None:
+            return
+        if details.answers:
+            self._append(answers=details.answers, gpus=())
+        self._append(values=numbers_in(logs), gpus=tuple(details.gpus or self.latest_gpus()))
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):

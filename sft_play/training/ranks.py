@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import distributed
+from transformers import TrainerCallback
 
 from sft_play import stops
 from sft_play.errors import ExitClass
@@ -26,7 +27,6 @@ from sft_play.process import Process
 from sft_play.process_id import ProcessId
 from sft_play.training import peers, runtime
 from sft_play.training.context import RunContext
-from sft_play.training.events import Observer
 from sft_play.training.preflight import limited
 from sft_play.training.recorder import RunRecorder
 
@@ -128,7 +128,7 @@ class Peer(NamedTuple):
         return self.process.is_alive() is False
 
 
-class RankWatch(Observer):
+class RankWatch(TrainerCallback):
     """Calls `give_up(cause)` in a thread if another rank has ended or sends no heartbeat.
 
     One thread increments this rank's key in the process group's store and reads the other
@@ -246,7 +246,7 @@ class RankWatch(Observer):
                 os.kill(peer.process.pid, SHOW_STACKS)
                 os.kill(peer.process.pid, signal.SIGCONT)
 
-    def on_fetch(self) -> None:
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Start the clock of a step, which first waits for its rows."""
         self._in_step = 0.0
         self._is_in_step = self._step_began is not None  # not in the first step, which compiles

@@ -25,7 +25,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import SampleAnswer
 from sft_play.runs.resumed import resumed_run
 from sft_play.training.context import RunContext
-from sft_play.training.events import LogDetails, Observer
+from sft_play.training.events import NO_DETAILS, LogDetails
 
 logger = logging.getLogger(__name__)
 
@@ -188,10 +188,6 @@ class TensorBoardLog(TensorBoardCallback):
             self.tb_writer.add_scalar(name, others.pop(name), state.global_step)
         super().on_log(args, state, control, logs=others, **kwargs)
 
-    def note_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
-        """Write some answers of an evaluation as text; `rows` names its split."""
-        self.tb_writer.add_text(f"samples/{rows}", answers_text(answers), step)
-
 
 def answers_text(answers: Sequence[SampleAnswer]) -> str:
     """Return answers as Markdown in which no text is interpreted as markup."""
@@ -207,7 +203,7 @@ def answers_text(answers: Sequence[SampleAnswer]) -> str:
     return "\n\n---\n\n".join(blocks)
 
 
-class Trackers(Observer):
+class Trackers(TrainerCallback):
     """Passes logs on to the trackers, with the values of each rank.
 
     An integration ends with training; these stay open until `close`, for the scores after it.
@@ -228,21 +224,20 @@ class Trackers(Observer):
 
     def on_log(
         self,
-        *event: Any,
+        args: Any,
+        state: Any,
+        control: Any,
         logs: dict[str, float],
-        details: LogDetails | None = None,
+        details: LogDetails = NO_DETAILS,
         **facts: Any,
     ) -> None:
         """Pass a log to every tracker; a log of a loss includes the values of each rank."""
-        reported = dict(logs)
-        if "loss" in logs and details is not None:
-            reported |= details.by_rank
+        if details.answers:
+            for board in self.boards:
+                text = answers_text(details.answers)
+                board.tb_writer.add_text(f"samples/{details.rows}", text, state.global_step)
         for tracker in self.trackers:
-            tracker.on_log(*event, logs=reported, **facts)
-
-    def on_answers(self, rows: str, answers: Sequence[SampleAnswer], step: int) -> None:
-        for board in self.boards:
-            board.note_answers(rows, answers, step)
+            tracker.on_log(args, state, control, logs={**logs, **details.by_rank}, **facts)
 
     def on_save(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:

@@ -333,7 +333,7 @@ ROWS = (
         stopped_loader,
         ExitClass.PEER_LOST,
         ("finished no micro-batch for", "(train.hang_timeout=8)", "resume, or wait longer"),
-        Guard("sft_play.training.ranks:RankWatch.on_fetch", nothing),
+        Guard("sft_play.training.ranks:RankWatch.on_step_begin", nothing),
         60,
         loses=3,
     ),
