@@ -39,7 +39,7 @@ TOKENS = {
     "config": 24_270,
     "data": 69_200,
     "evaluation": 13_060,
-    "inference": 18_700,
+    "inference": 18_640,
     "models": 107_370,
     "monitor": 7_850,
     "notebooks": 13_580,

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.reopened import EXACT, Reopened
-from sft_play.inference import export_compressed
-from sft_play.inference import exported as parity
+from sft_play.inference import export_compressed, parity
 from sft_play.inference.export import export_run
 from sft_play.inference.export_compressed import (
     KINDS,
@@ -207,17 +206,20 @@ def test_a_model_that_reads_images_keeps_its_encoders(tmp_path, tokenizer):
 def test_the_share_of_a_gain_is_counted_in_nats_and_drawn_over_rows():
     table = np.array([(20.0, 10.0, 10, 10.5), (30.0, 10.0, 10, 11.0)])
     said = Reopened(2, 1.0, 1.0, 1.0, 0.0, 2, 2, 0, EXACT)
-    scores = CompressedScores(table, said)
+    scores = CompressedScores(table, said, 0.95)
     assert scores.losses.gain_kept == pytest.approx(1 - 1.5 / 30)
     assert interval(table) == (pytest.approx(0.95), pytest.approx(0.95))
-    assert scores.faults(0.95) == [] and "it loses 5 % of the" in scores.faults(0.96)[0]
-    assert scores.publishing_gain in (0.94, 0.95) and not scores.faults(scores.publishing_gain)
-    worse = CompressedScores(np.array([(20.0, 10.0, 10, 50.0)]), said)
+    stricter = replace(scores, least_gain=0.96, errors={"a": 0.1})
+    assert scores.faults() == [] and "it loses 5 % of the" in stricter.faults()[0]
+    assert stricter.faults()[1] == "the weights with the largest errors are a (0.100)"
+    assert scores.publishing_gain in (0.94, 0.95)
+    assert not replace(scores, least_gain=scores.publishing_gain).faults()
+    worse = CompressedScores(np.array([(20.0, 10.0, 10, 50.0)]), said, 0.95)
     assert worse.losses.gain_kept < 0 and worse.publishing_gain is None
-    nothing = CompressedScores(np.array([(10.0, 10.0, 10, 11.0)]), said)
-    assert "1.100 instead of 1.000" in nothing.faults(0.95)[0] and nothing.publishing_gain is None
-    ends_late = CompressedScores(table, replace(said, kl=0.5, stops=1))
-    assert ends_late.faults(0.9) == ["generation continues after the trained stop in 1 rows"]
+    nothing = CompressedScores(np.array([(10.0, 10.0, 10, 11.0)]), said, 0.95)
+    assert "1.100 instead of 1.000" in nothing.faults()[0] and nothing.publishing_gain is None
+    ends_late = CompressedScores(table, replace(said, kl=0.5, stops=1), 0.9)
+    assert ends_late.faults() == ["generation continues after the trained stop in 1 rows"]
     assert ends_late.line("int4").endswith("[0.950, 0.950] KL=5.0e-01 top-1=1.000 stops=1/2")
 
 

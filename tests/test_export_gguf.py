@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from families import FAMILIES, family
 from sft_play.data.render import RenderError
 from sft_play.data.templates import ChatTemplate
 from sft_play.errors import CheckpointError, EnvironmentFault
-from sft_play.inference import convert_gguf, gguf_tools
-from sft_play.inference import exported as parity
+from sft_play.inference import convert_gguf, gguf_tools, parity
 from sft_play.inference.export import export_run
 from sft_play.inference.export_gguf import GgufScores, SameTokens, added, turn_texts_of
 from sft_play.inference.gguf_tools import LlamaCpp, UnknownPreTokenizer
+from sft_play.inference.improvement import Losses
 from sft_play.inference.modelfile import modelfile_text
 from sft_play.runs import exports, seal
 from sft_play.runs.exports import ExportAsked
@@ -146,33 +147,43 @@ def test_a_stop_that_cannot_be_written_gets_no_modelfile():
     assert modelfile_text("a.gguf", texts, ["\u200b"], {}, None) is None
 
 
-def scores(**changes) -> GgufScores:
-    facts = {
-        "tokens": SameTokens(10, 10),
-        "eval_loss": 1.02,
+SCORES = GgufScores(
+    Losses(eval_loss=1.02, run_loss=1.0, loss_before=3.0, rows=10),
+    SameTokens(10, 10),
+    rouge_l=0.5,
+    run_rouge_l=0.5,
+    answers=10,
+    ended=10,
+    run_ended=10,
+)
+
+
+def test_a_file_must_keep_the_gain_and_the_stops():
+    assert SCORES.losses.gain_kept == pytest.approx(0.99) and SCORES.faults() == []
+    worse = replace(SCORES, losses=replace(SCORES.losses, eval_loss=1.2))
+    assert worse.faults() == [
+        "it loses 10 % of the improvement, more than 5 %: eval_loss 1.200 instead of 1.000 (10 rows)"
+    ]
+    said = "llama.cpp gives other tokens in 1 of 10 rows"
+    assert replace(SCORES, tokens=SameTokens(9, 10)).faults() == [said]
+    late = replace(SCORES, ended=2)
+    assert late.faults() == ["8 of 10 answers run on behind the trained stop"]
+    no_gain = replace(SCORES, losses=Losses(1.1, 1.0, 1.0, 10))
+    assert no_gain.faults() == ["eval_loss 1.100 instead of 1.000 (10 rows)"]
+    assert no_gain.as_json() == {
+        "eval_loss": 1.1,
         "run_loss": 1.0,
-        "loss_before": 3.0,
+        "loss_before": 1.0,
         "rows": 10,
+        "tokens": {"same": 10, "rows": 10},
         "rouge_l": 0.5,
         "run_rouge_l": 0.5,
         "answers": 10,
         "ended": 10,
         "run_ended": 10,
+        "gain_kept": None,
+        "faults": no_gain.faults(),
     }
-    return GgufScores(**{**facts, **changes})
-
-
-def test_a_file_must_keep_the_gain_and_the_stops():
-    assert scores().gain_kept == pytest.approx(0.99) and scores().faults() == []
-    assert scores(eval_loss=1.2).faults() == [
-        "it loses 10 % of the improvement, more than 5 %: eval_loss 1.200 instead of 1.000 (10 rows)"
-    ]
-    said = "llama.cpp gives other tokens in 1 of 10 rows"
-    assert scores(tokens=SameTokens(9, 10)).faults() == [said]
-    assert scores(ended=2).faults() == ["8 of 10 answers run on behind the trained stop"]
-    no_gain = scores(loss_before=1.0, eval_loss=1.1)
-    assert no_gain.faults() == ["eval_loss 1.100 instead of 1.000 (10 rows)"]
-    assert no_gain.as_json()["gain_kept"] is None
 
 
 def write_converter(folder: Path, text: str) -> LlamaCpp:

@@ -1,8 +1,8 @@
 """The script that quantizes a folder with llm-compressor, by AWQ (arXiv:2306.00978).
 
 It runs in a separate process, with packages of .venv/quantize, and imports nothing of this
-project. Its only argument is a JSON file: model_class, source, target, rows (a file of safetensors
-with ids and ends), group_size, ignore, trust_remote_code.
+project. Its only argument is a JSON file: model_class, source, target, rows (lists of ids),
+group_size, ignore, trust_remote_code.
 """
 
 import json
@@ -14,7 +14,6 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.awq import AWQModifier
-from safetensors.torch import load_file
 
 
 def main() -> None:
@@ -29,8 +28,7 @@ def main() -> None:
     model = getattr(transformers, asked["model_class"]).from_pretrained(
         asked["source"], dtype=dtype, trust_remote_code=asked["trust_remote_code"]
     )
-    tensors = load_file(asked["rows"])
-    rows = [part.tolist() for part in tensors["ids"].tensor_split(tensors["ends"][:-1])]
+    rows = asked["rows"]
     scheme = preset_name_to_scheme("W4A16", ["Linear"])
     scheme.weights.group_size = asked["group_size"]
     oneshot(

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import get_args
@@ -31,7 +31,6 @@ from compressed_tensors.quantization import (
     QuantizationScheme,
     QuantizationStatus,
 )
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -42,7 +41,7 @@ from sft_play.data.store import Sample
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.reference import Reference, as_tensors
 from sft_play.evaluation.reopened import Folder, Reopened, ask, reopen
-from sft_play.inference.exported import Export, Written, link_files, write_plain_model
+from sft_play.inference.export import Export, Written, link_files, write_plain_model
 from sft_play.inference.improvement import Losses, interval, read_scored_rows
 from sft_play.inference.merge import merged_folder
 from sft_play.models.architecture import auto_class_of, empty_model
@@ -76,14 +75,8 @@ def write_compressed(export: Export, staging: Path, plain: Path) -> Written:
         calibrate(export, plain, staging)
     else:
         errors = compress_folder(plain, staging, kind, export.config.model.trust_remote_code)
-    scores = score(export, staging)
-    faults = scores.faults(export.asked.least_gain)
-    if faults:
-        worst = sorted(errors, key=lambda name: -errors[name])[:SHOWN_LAYERS]
-        named = ", ".join(f"{name} ({errors[name]:.3f})" for name in worst)
-        if named:
-            faults.append(f"the weights with the largest errors are {named}")
-        export.refuse(f"as {kind} it", faults, f"; {remedies(export, plain, scores)}")
+    scores = replace(score(export, staging), errors=errors)
+    export.refuse(f"as {kind} it", scores.faults(), lambda: remedies(export, plain, scores))
     size = sum(path.stat().st_size for path in staging.glob("*.safetensors"))
     return Written(
         [*lines, found.line("from")],
@@ -94,14 +87,14 @@ def write_compressed(export: Export, staging: Path, plain: Path) -> Written:
 
 def remedies(export: Export, plain: Path, refused: "CompressedScores") -> str:
     """Return what to type instead of a refused format; fp8 is written and scored for it."""
-    config, kind, least = export.config, export.asked.format, export.asked.least_gain
+    config, kind = export.config, export.asked.format
     found = ["FORMAT=safetensors exports it without this loss"]
     if kind != "fp8":
         in_8_bits = plain.with_name("fp8")
         compress_folder(plain, in_8_bits, "fp8", config.model.trust_remote_code)
         scores = score(export, in_8_bits)
-        if not scores.faults(least):
-            found = [f"FORMAT=fp8 keeps {scores.losses.gain_kept:.3f} of the improvement"]
+        if not scores.faults():
+            found = [f"FORMAT=fp8 {scores.losses.kept()}"]
     if kind in get_args(Delivered) and config.train.deliver_as is None:
         found.append(f"a run with TRAIN_DELIVER_AS={kind} is trained for it")
     if refused.losses.lost > refused.losses.gain:
@@ -137,23 +130,22 @@ def calibrate(export: Export, source: Path, target: Path) -> None:
     linears, others = quantized_linears(model)
     inputs = (linear.in_features for linear in linears.values())
     ids = np.concatenate([train[index].ids for index in range(min(CALIBRATION_ROWS, len(train)))])
-    ends = torch.arange(BLOCK_TOKENS, len(ids) + BLOCK_TOKENS, BLOCK_TOKENS)  # few long batches
+    starts = range(0, len(ids), BLOCK_TOKENS)
     with tempfile.TemporaryDirectory(prefix=".awq-", dir=target.parent) as temporary:
         asked = {
             "model_class": auto_class_of(described).__name__,
             "source": str(source),
             "target": f"{temporary}/target",
-            "rows": f"{temporary}/rows.safetensors",
+            "rows": [ids[start : start + BLOCK_TOKENS].tolist() for start in starts],
             "group_size": scheme_of("int4", inputs, source.name).weights.group_size,
             "ignore": others,
             "trust_remote_code": trusted,
         }
-        save_file({"ids": torch.from_numpy(ids), "ends": ends}, asked["rows"])
         write_json(Path(temporary) / "asked.json", asked)
         words = [sys.executable, "-P", str(SCRIPT), f"{temporary}/asked.json"]
         environ = environment()
-        paths = [str(QUANTIZE), *filter(None, [environ.get("PYTHONPATH")])]
-        environ = {**environ, "PYTHONPATH": os.pathsep.join(paths)}
+        earlier = environ.get("PYTHONPATH")
+        environ["PYTHONPATH"] = f"{QUANTIZE}{os.pathsep}{earlier}" if earlier else str(QUANTIZE)
         done = subprocess.run(words, env=environ, capture_output=True, text=True, errors="replace")
         if done.returncode:
             said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
@@ -274,6 +266,8 @@ class CompressedScores:
 
     table: np.ndarray  # as in `improvement`
     reopened: Reopened
+    least_gain: float  # share of the run's gain that must be kept
+    errors: Mapping[str, float] = field(default_factory=dict)  # of the rounded weights, if known
 
     @cached_property
     def losses(self) -> Losses:
@@ -293,11 +287,16 @@ class CompressedScores:
     def publishing_gain(self) -> float | None:
         """The largest minimum gain with which the files are published; None: no gain does."""
         least = max(0.0, self.losses.gain_kept // 0.01 / 100)
-        return None if self.faults(least) else least
+        return None if replace(self, least_gain=least).faults() else least
 
-    def faults(self, least_gain: float) -> list[str]:
-        """Return the differences from the run."""
-        return [*self.losses.faults(least_gain), *self.reopened.broken()]
+    def faults(self) -> list[str]:
+        """Return the differences from the run, and the weights with the largest errors."""
+        found = self.losses.faults(self.least_gain) + self.reopened.broken()
+        if found and self.errors:
+            worst = sorted(self.errors, key=lambda name: -self.errors[name])[:SHOWN_LAYERS]
+            named = ", ".join(f"{name} ({self.errors[name]:.3f})" for name in worst)
+            found.append(f"the weights with the largest errors are {named}")
+        return found
 
 
 def score(export: Export, files: Path) -> CompressedScores:
@@ -314,7 +313,8 @@ def score(export: Export, files: Path) -> CompressedScores:
     samples, written = found
     with merged_folder(files, export.config) as opened:
         table = np.column_stack([written, nats_of_rows(opened, samples)])
-        return CompressedScores(table, reopen(opened, export.reference))
+        found = reopen(opened, export.reference)
+    return CompressedScores(table, found, export.asked.least_gain)
 
 
 def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:

@@ -1,7 +1,7 @@
 """`make export FORMAT=gguf`: write files for llama.cpp and its users, open and score them."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from sft_play.data.store import Sample, Split
 from sft_play.data.templates import ChatTemplate
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.scores import rouge
-from sft_play.inference.exported import Export, Written, prompts_of, write_plain_model
+from sft_play.inference.export import Export, Written, write_plain_model
 from sft_play.inference.gguf_tools import (
     HOW_TO_GET,
     IN_16_BITS,
@@ -31,6 +31,7 @@ from sft_play.inference.gguf_tools import (
 )
 from sft_play.inference.improvement import Losses, read_scored_rows
 from sft_play.inference.modelfile import TurnTexts, modelfile_text, read_turn_texts
+from sft_play.inference.parity import prompts_of
 from sft_play.models.export import read_stops
 from sft_play.reporting.answers import read_answers
 from sft_play.runs.exports import LEAST_GAIN
@@ -110,7 +111,9 @@ def convert(export: Export, tools: LlamaCpp, plain: Path, target: Path, kind: st
                 f"test rows select it: {HOW_TO_GET}"
             ) from None
     tools.convert(plain, target, kind, "gpt-2")
-    name, same = best_pre_tokenizer(target, export.data.test, export.tokenizer)
+    split, tokenizer = export.data.test, export.tokenizer
+    found = {each: same_tokens(target, split, tokenizer, each) for each in PRE_TOKENIZERS}
+    name, same = max(found.items(), key=lambda each: each[1].same)
     if same.share < LEAST_SAME_TOKENS:
         raise CheckpointError(
             "llama.cpp's converter does not know this tokenizer, and no pre-tokenizer of llama.cpp "
@@ -192,17 +195,19 @@ def score_files(export: Export, staging: Path, files: list[str], source: Path) -
         scores = score_gguf(staging / file, export)
         if scores is None:
             return ["warning: not scored: the run wrote no losses of its test rows to eval/"]
-        if scores.faults():
-            remedy = "FORMAT=safetensors exports the model for other servers"
-            in_16_bits = score_gguf(source, export)
-            if not in_16_bits.faults():
-                kept = f"keeps {in_16_bits.gain_kept:.3f} of the improvement"
-                remedy = f"QUANT={source.stem.split('-')[-1]} {kept}"
-            export.refuse(file, scores.faults(), f"; {remedy}")
+        export.refuse(file, scores.faults(), lambda: remedy(export, source))
         lines.append(scores.line(file))
         report[file] = scores.as_json()
     write_json(staging / REPORT, report)
     return lines
+
+
+def remedy(export: Export, source: Path) -> str:
+    """Return what to type instead of a refused type; the 16-bit file is scored for it."""
+    in_16_bits = score_gguf(source, export)
+    if in_16_bits.faults():
+        return "FORMAT=safetensors exports the model for other servers"
+    return f"QUANT={source.stem.split('-')[-1]} {in_16_bits.losses.kept()}"
 
 
 @dataclass(frozen=True)
@@ -218,9 +223,10 @@ class SameTokens:
 
 
 @dataclass(frozen=True)
-class GgufScores(Losses):
+class GgufScores:
     """Scores of a gguf file, and the run's scores of the same rows."""
 
+    losses: Losses
     tokens: SameTokens
     rouge_l: float | None = None  # None if no answers were generated
     run_rouge_l: float | None = None
@@ -231,7 +237,7 @@ class GgufScores(Losses):
     def line(self, name: str) -> str:
         """Return the line that is printed."""
         text = (
-            f"{name} {super().line()} (at least {LEAST_GAIN}) "
+            f"{name} {self.losses.line()} (at least {LEAST_GAIN}) "
             f"tokens={self.tokens.same}/{self.tokens.rows}"
         )
         if self.rouge_l is None:
@@ -241,9 +247,9 @@ class GgufScores(Losses):
             f"ended={self.ended}/{self.answers} (run {self.run_ended})"
         )
 
-    def faults(self, least_gain: float = LEAST_GAIN) -> list[str]:
+    def faults(self) -> list[str]:
         """Return the differences from the run."""
-        found = super().faults(least_gain)
+        found = self.losses.faults(LEAST_GAIN)
         if self.run_ended - self.ended > max(1, self.answers // 10):
             lost = self.run_ended - self.ended
             found.append(f"{lost} of {self.answers} answers run on behind the trained stop")
@@ -254,39 +260,31 @@ class GgufScores(Losses):
 
     def as_json(self) -> Json:
         """Return the facts for export.json."""
-        gain = None if math.isnan(self.gain_kept) else self.gain_kept
-        return {**asdict(self), "gain_kept": gain, "faults": self.faults()}
+        kept = self.losses.gain_kept
+        facts = asdict(self)
+        facts |= facts.pop("losses")
+        return facts | {"gain_kept": None if math.isnan(kept) else kept, "faults": self.faults()}
 
 
 def same_tokens(
     path: Path, split: Split, tokenizer: PreTrainedTokenizerBase, pre_tokenizer: str | None = None
 ) -> SameTokens:
-    """Return how many rows a gguf file tokenizes as in training, with another pre-tokenizer."""
+    """Return how many rows a gguf file tokenizes as in training, with another pre-tokenizer.
+
+    Rows whose text the original tokenizer does not encode to their ids are left out.
+    """
     overrides = {PRE_TOKENIZER_KEY: pre_tokenizer} if pre_tokenizer else None
-    pairs = list(texts_of(split, tokenizer))
+    pairs: list[tuple[str, list[int]]] = []
+    for index in range(min(len(split), CHECKED_ROWS)):
+        ids = split[index].ids.tolist()
+        text = tokenizer.decode(ids)
+        if tokenizer(text, add_special_tokens=False)["input_ids"] == ids:
+            pairs.append((text, ids))
     with closing(opened(path, vocab_only=True, kv_overrides=overrides)) as model:
         same = sum(
             model.tokenize(text.encode(), add_bos=False, special=True) == ids for text, ids in pairs
         )
     return SameTokens(same, len(pairs))
-
-
-def texts_of(split: Split, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, list[int]]]:
-    """Yield texts of rows with their ids, if the original tokenizer reproduces these ids."""
-    for index in range(min(len(split), CHECKED_ROWS)):
-        ids = split[index].ids.tolist()
-        text = tokenizer.decode(ids)
-        if tokenizer(text, add_special_tokens=False)["input_ids"] == ids:
-            yield text, ids
-
-
-def best_pre_tokenizer(
-    path: Path, split: Split, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, SameTokens]:
-    """Return llama.cpp's pre-tokenizer with which most rows have the tokens of training."""
-    found = {name: same_tokens(path, split, tokenizer, name) for name in PRE_TOKENIZERS}
-    best = max(found, key=lambda name: found[name].same)
-    return best, found[best]
 
 
 def score_gguf(path: Path, export: Export) -> GgufScores | None:
@@ -301,7 +299,7 @@ def score_gguf(path: Path, export: Export) -> GgufScores | None:
     with closing(opened(path, n_ctx=context, n_gpu_layers=-1, logits_all=True)) as model:
         nats = [nats_of(model, sample) for sample in samples]
         losses = Losses.of_table(np.column_stack([written, nats]))
-        return with_answers(GgufScores(**vars(losses), tokens=tokens), model, export)
+        return with_answers(GgufScores(losses, tokens), model, export)
 
 
 def nats_of(model: Any, sample: Sample) -> float:

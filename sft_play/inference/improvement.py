@@ -59,6 +59,10 @@ class Losses:
         kept = self.loss_before - self.eval_loss
         return kept / self.gain if self.gain > LEAST_NATS else math.nan
 
+    def kept(self) -> str:
+        """Return how much of the improvement is kept, for a remedy."""
+        return f"keeps {self.gain_kept:.3f} of the improvement"
+
     @property
     def is_below_base(self) -> bool:
         """Return whether the run is better than its base, and the exported weights are worse."""
