@@ -38,7 +38,7 @@ from sft_play.models import mxfp4
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.experts import products as expert_products
 from sft_play.models.fast.graphs import decoder as graphs
-from sft_play.models.fast.linears import activations, adapter_gradients, glu, lora, mlp
+from sft_play.models.fast.linears import adapter_gradients, glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.loss import head as loss_head
 from sft_play.models.fast.loss import linear_cross_entropy
@@ -114,7 +114,7 @@ def unpack(weight: Tensor) -> Tensor:
 
 
 def glu_forward(gate: Tensor, up: Tensor, activation: Any) -> Tensor:
-    p, _ = activations.sigmoid_argument(gate.float(), activation)
+    p, _ = glu.sigmoid_argument(gate.float(), activation)
     return (gate.float() * torch.sigmoid(p) * up.float()).to(gate.dtype)
 
 
@@ -122,7 +122,7 @@ def glu_backward(
     dh: Tensor, gate: Tensor, up: Tensor, activation: Any, dgate: Tensor, dup: Tensor, h: Any = None
 ) -> None:
     g, u, d = gate.float(), up.float(), dh.float()
-    p, slope = activations.sigmoid_argument(g, activation)
+    p, slope = glu.sigmoid_argument(g, activation)
     s = torch.sigmoid(p)
     dgate.copy_(d * (s + g * s * (1 - s) * slope) * u)
     dup.copy_(d * g * s)
@@ -131,7 +131,7 @@ def glu_backward(
 
 
 def mlp_by_linears(
-    x: Tensor, inner: lora.LinearGroup, down: lora.LinearGroup, activation: activations.Activation
+    x: Tensor, inner: lora.LinearGroup, down: lora.LinearGroup, activation: glu.Activation
 ) -> Tensor:
     return down.fused(glu.GluFunction.apply(*mlp.split_halves(inner.fused(x)), activation))[0]
 

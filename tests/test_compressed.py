@@ -14,7 +14,7 @@ from interpreted_kernels import interpreted
 from triton.runtime.interpreter import TensorHandle
 
 from sft_play.inference.export_compressed import compress
-from sft_play.models import compressed_kernels
+from sft_play.models import compressed
 from sft_play.models.compressed import KINDS, Rounding
 
 
@@ -51,7 +51,7 @@ def test_a_weight_is_rounded_to_what_the_files_are_read_as(kind, dtype) -> None:
 @pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     """The kernel as Triton's interpreter runs it, but for numbers of 8 bits: it truncates them."""
-    kernels = interpreted(compressed_kernels)
+    kernels = interpreted(compressed)
     kernels._e4m3 = e4m3
     return kernels
 

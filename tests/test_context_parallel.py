@@ -14,8 +14,7 @@ from torch import distributed
 
 from sft_play.data.collate import Batch, PackCollator, PadCollator, RowPart, TrainRows
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast.attention.ulysses import ContextGroup, context_group
-from sft_play.models.fast.documents import CONTEXT
+from sft_play.models.fast.documents import CONTEXT, ContextGroup, context_group
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.process import Process
 from sft_play.training.batches import (

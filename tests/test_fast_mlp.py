@@ -20,8 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from sft_play.models.fast.linears import glu as glu_module
 from sft_play.models.fast.linears import mlp as mlp_module
-from sft_play.models.fast.linears.activations import activation_of
-from sft_play.models.fast.linears.glu import GluFunction, glu_backward, glu_forward
+from sft_play.models.fast.linears.glu import GluFunction, activation_of, glu_backward, glu_forward
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.linears.mlp import lora_mlp
 from sft_play.models.fast.linears.products import BoundLinears

@@ -1,4 +1,4 @@
-"""sft_play.models.fast.reference_copies: the own code of a few experts stands for that of all."""
+"""sft_play.models.fast.trial: the original code of a few experts is compared instead of all."""
 
 from collections.abc import Callable
 
@@ -15,12 +15,11 @@ from sft_play.config.schema import Config
 from sft_play.models import mxfp4
 from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import expert_weights, find_experts, unwrap
-from sft_play.models.fast import reference_copies
+from sft_play.models.fast import trial
 from sft_play.models.fast.capture import Call
 from sft_play.models.fast.experts import function, install
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.fast.reference_copies import Part
-from sft_play.models.fast.trial import Trial, own_code, relative_error
+from sft_play.models.fast.trial import Part, Trial, own_code, relative_error
 from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
@@ -29,7 +28,7 @@ EXPERTS, FEW, TOKENS = 6, 4, 40
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch):
-    monkeypatch.setattr(reference_copies, "PROVEN_EXPERTS", FEW)
+    monkeypatch.setattr(trial, "PROVEN_EXPERTS", FEW)
 
 
 def call_of(experts: nn.Module) -> Call:
@@ -54,7 +53,7 @@ def check_part(experts: nn.Module, found: Part) -> None:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_own_code_computes_the_same_of_a_few_experts(model_type):
     experts = some_experts(model_type)
-    found = reference_copies.few_experts(experts, call_of(experts))
+    found = trial.few_experts(experts, call_of(experts))
     ids = found.whole_call.args[1]
     last = len(unwrap(experts)[1].down_proj) - 1
     assert set(ids.unique().tolist()) == {0, 1, last - 1, last}
@@ -74,7 +73,7 @@ def test_experts_in_4_bits_are_unpacked():
         parametrize.register_parametrization(base, name, Unpacked(), unsafe=True)
     for wrapper in unwrap(experts)[0]:
         unpack_with_adapter(wrapper)
-    found = reference_copies.few_experts(experts, call_of(experts))
+    found = trial.few_experts(experts, call_of(experts))
     assert not any(hasattr(weight, "quant_state") for weight in found.module.parameters())
     check_part(experts, found)
     assert base.down_proj.shape == base.parametrizations.down_proj.original.quant_state.shape
@@ -88,9 +87,9 @@ class Unpacked(nn.Module):
 
 
 def test_all_experts_are_run_where_there_are_few(monkeypatch):
-    monkeypatch.setattr(reference_copies, "PROVEN_EXPERTS", EXPERTS)
+    monkeypatch.setattr(trial, "PROVEN_EXPERTS", EXPERTS)
     experts = some_experts("mixtral")
-    assert reference_copies.few_experts(experts, call_of(experts)) is None
+    assert trial.few_experts(experts, call_of(experts)) is None
 
 
 def dead(original: Callable) -> Callable:
@@ -116,7 +115,7 @@ def start(model_type: str) -> tuple[nn.Module, FusedKernels]:
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_a_start_proves_a_few_and_finds_a_mistake(model_type, monkeypatch):
     found: list[Part | None] = []
-    original = reference_copies.few_experts
+    original = trial.few_experts
     monkeypatch.setattr(
         install, "few_experts", lambda *given: found.append(original(*given)) or found[-1]
     )

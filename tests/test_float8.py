@@ -9,12 +9,11 @@ from torch import nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.models.fast.reference_copies import in_float32
+from sft_play.models.fast.trial import in_float32
 from sft_play.models.float8 import quantize as products
-from sft_play.models.float8.format import FLOAT8, LARGEST
-from sft_play.models.float8.linear import Float8Linear, is_float8
-from sft_play.models.float8.loading import float8_config
+from sft_play.models.float8.linear import Float8Linear, float8_config, is_float8
 from sft_play.models.float8.quantize import quantize, quantize_weight, why_not_quantized
+from sft_play.models.float8.rows import FLOAT8, LARGEST
 from sft_play.models.load import load_base, load_model
 from sft_play.process import Process
 

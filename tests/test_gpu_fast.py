@@ -11,7 +11,7 @@ from test_fast_install import INPUTS, MODELS, batches, plain_model, settings
 from sft_play.data.collate import labelled
 from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
-from sft_play.models.fast.norms.residual import GEMMA, LLAMA, Reference
+from sft_play.models.fast.norms.residual import GEMMA, LLAMA, Launched, Reference
 from sft_play.process import Process
 
 pytestmark = pytest.mark.gpu
@@ -21,12 +21,6 @@ SIZES = {
     "head_dim": 32,
 }  # kernels want multiples of 8 and more
 MODES = ["lora", "full"]
-
-
-def residual_kernels() -> Any:
-    from sft_play.models.fast.norms import residual_kernels
-
-    return residual_kernels
 
 
 def on_gpu(name: str, mode: str, dtype: torch.dtype) -> Any:
@@ -189,13 +183,12 @@ def test_kernels_of_the_residual_stream_compute_their_formulas(kind, features, d
     )
     for residual in (r, None):
         found, wanted = (
-            where.forward(x, residual, weight, 1e-6, kind)
-            for where in (residual_kernels(), Reference)
+            where.forward(x, residual, weight, 1e-6, kind) for where in (Launched, Reference)
         )
         assert torch.equal(found[1], wanted[1])
         torch.testing.assert_close(found[0], wanted[0], **tolerance)
         torch.testing.assert_close(found[2], wanted[2].squeeze(-1), rtol=1e-5, atol=0)
-        one = residual_kernels().backward(dy, ds, found[1], weight, found[2], kind)
+        one = Launched.backward(dy, ds, found[1], weight, found[2], kind)
         torch.testing.assert_close(
             one, Reference.backward(dy, ds, wanted[1], weight, wanted[2], kind), **tolerance
         )

@@ -7,7 +7,7 @@ import torch
 from bitsandbytes.functional import quantize_4bit
 from marks import long
 
-from sft_play.models.fast.norms.residual import GEMMA, LLAMA
+from sft_play.models.fast.norms.residual import GEMMA, LLAMA, Launched
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
 
@@ -18,9 +18,8 @@ from sft_play.models.fast.experts import kernels as experts
 from sft_play.models.fast.linears import adapter_gradients
 from sft_play.models.fast.linears import four_bit as packed_weights
 from sft_play.models.fast.linears import glu as gated
-from sft_play.models.fast.loss import kernel as loss
-from sft_play.models.fast.norms import residual_kernels
-from sft_play.models.float8 import kernels as float8_kernels
+from sft_play.models.fast.loss import linear_cross_entropy as loss
+from sft_play.models.float8 import rows as float8_kernels
 from sft_play.models.mxfp4 import Mxfp4State
 
 ROWS, FEATURES, CHOICES = 8, 64, 2
@@ -56,16 +55,16 @@ def float8(dtype: torch.dtype) -> None:
 
 def cross_entropy(dtype: torch.dtype) -> None:
     targets = torch.zeros(ROWS, dtype=torch.int64)
-    loss.nll_and_gradient_(rows(dtype), targets)
-    loss.nll_and_gradient_(rows(dtype), targets, softcap=30.0)
+    loss.launch(rows(dtype), targets)
+    loss.launch(rows(dtype), targets, softcap=30.0)
 
 
 def norms(dtype: torch.dtype) -> None:
     x, weight = rows(dtype), torch.zeros(FEATURES, dtype=dtype)
     for kind in (LLAMA, GEMMA):
-        residual_kernels.forward(x, None, weight, 1e-6, kind)
-        _, s, inverse = residual_kernels.forward(x, x, weight, 1e-6, kind)
-        residual_kernels.backward(x, x, s, weight, inverse, kind)
+        Launched.forward(x, None, weight, 1e-6, kind)
+        _, s, inverse = Launched.forward(x, x, weight, 1e-6, kind)
+        Launched.backward(x, x, s, weight, inverse, kind)
 
 
 def mixture(dtype: torch.dtype) -> None:

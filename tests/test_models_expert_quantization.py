@@ -20,7 +20,7 @@ from sft_play.models import bnb, lora
 from sft_play.models.architecture import encoders_of
 from sft_play.models.experts import expert_weights, find_experts, packed_weight, routing_linears
 from sft_play.models.fast.capture import kinds_of
-from sft_play.models.fast.reference_copies import in_float32
+from sft_play.models.fast.trial import in_float32
 from sft_play.models.load import load_base
 from sft_play.models.merging import Merge, quantized_names
 from sft_play.models.parameters import PackedWeights, count_parameters, packed_weights

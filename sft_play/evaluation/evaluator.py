@@ -42,8 +42,7 @@ from sft_play.evaluation.scores import (
     Scores,
     score_answers,
 )
-from sft_play.models.fast.attention.ulysses import ContextGroup
-from sft_play.models.fast.documents import CONTEXT
+from sft_play.models.fast.documents import CONTEXT, ContextGroup
 from sft_play.models.fast.loss.head import (
     fused_nll,
     is_loss_fused,

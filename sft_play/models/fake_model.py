@@ -15,12 +15,12 @@ from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
-from sft_play.models.added_tokens import Growth, grow_config
 from sft_play.models.architecture import empty_model
+from sft_play.models.base_files import Growth, grow_config
 from sft_play.models.bnb import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.forward import keep_soft_caps
-from sft_play.models.float8.loading import float8_on_meta
+from sft_play.models.float8.linear import float8_on_meta
 from sft_play.models.load import loading_options, weight_dtype
 from sft_play.plan.config_json import known_model
 from sft_play.plan.counting import grown_vocabulary

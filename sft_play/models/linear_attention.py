@@ -3,6 +3,12 @@
 When transformers imports a model's code, it uses the functions of flash-linear-attention,
 causal-conv1d and mamba-ssm instead of the model's functions if those packages are installed. The
 packaged kernels run only on a GPU. flash-linear-attention does not run with every Triton version.
+
+What its kernels allocate in a trace follows the source of fla-core 0.6.0. Buffers that a kernel
+frees when it returns are deleted at the end of a function.
+
+Legend: B rows, T tokens per row, C channels, W width of a convolution, H heads, P features per
+head, S per state.
 """
 
 import ctypes
@@ -119,3 +125,140 @@ def by_device(own: Callable, is_of_fla: bool) -> Callable:
 
     setattr(kernel, IS_BOUND, True)
     return kernel
+
+
+CHUNK = 64  # tokens
+
+
+def fla_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, **boundaries: Tensor
+) -> Tensor:
+    """Return the causal convolution (B, T, C) of x (B, T, C) with weights (C, W)."""
+    if traced_gpu.is_on:
+        return AllocatedConvolution.apply(x, weight)
+    from fla.modules.causal_conv1d import causal_conv1d  # imports Triton, which needs a GPU
+
+    mixed, _ = causal_conv1d(x, weight, bias, activation=activation, **boundaries)
+    return mixed
+
+
+def fla_delta_rule(name: str, *inputs: Tensor, is_normed: bool, **boundaries: Tensor) -> Tensor:
+    """Return the gated delta rule (B, T, H, P); `name` is the operator's.
+
+    Inputs: queries, keys (B, T, H, S), values (B, T, H, P), decays (B, T, H), or (B, T, H, S) for
+    chunk_kda, and beta (B, T, H).
+    """
+    if traced_gpu.is_on:
+        return AllocatedDeltaRule.apply(*inputs)
+    if name == "chunk_kda":
+        from fla.ops.kda import chunk_kda as kernel
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
+
+    query, key, value, decay, beta = inputs
+    mixed, _ = kernel(
+        query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=is_normed, **boundaries
+    )
+    return mixed
+
+
+def fla_linear_attention(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, **boundaries: Tensor
+) -> Tensor:
+    """Return unscaled linear attention (B, T, H, P) with a decay (B, T, H) per head and token."""
+    if traced_gpu.is_on:
+        return AllocatedLinearAttention.apply(query, key, value, decay)
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    mixed, _ = chunk_simple_gla(query, key, value, g=decay, scale=1.0, **boundaries)
+    return mixed
+
+
+class AllocatedConvolution(torch.autograd.Function):
+    """What a convolution of (B, T, C) allocates in a trace.
+
+    It saves its input; backward recomputes its output.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        """Return an output like x."""
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and of the weight, which is computed even if frozen."""
+        x, weight = ctx.saved_tensors
+        chunks = x.shape[0] * -(-x.shape[1] // CHUNK)
+        buffers = [
+            torch.empty_like(x),
+            weight.new_empty((chunks, *weight.shape), dtype=torch.float),
+        ]
+        grad_x = torch.empty_like(x)
+        del buffers
+        return grad_x, torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+class AllocatedDeltaRule(torch.autograd.Function):
+    """What the gated delta rule allocates in a trace.
+
+    It saves normalized queries and keys and a (T, CHUNK) matrix per head. Forward and backward
+    store the states of all chunks at once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+    ) -> Tensor:
+        """Return an output like the values."""
+        normed = [torch.empty_like(query), torch.empty_like(key)]
+        summed = torch.empty_like(decay, dtype=torch.float32)
+        system = key.new_empty((*key.shape[:3], CHUNK))
+        buffers = [torch.empty_like(key), torch.empty_like(value), torch.empty_like(value)]
+        buffers.append(_states(key, value, key.dtype))
+        output = torch.empty_like(value, memory_format=torch.contiguous_format)
+        del buffers
+        ctx.save_for_backward(*normed, value.contiguous(), summed, beta, system)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of all inputs."""
+        query, key, value, decay, beta, _ = ctx.saved_tensors
+        buffers = [_states(key, value, key.dtype), _states(key, value, key.dtype)]
+        buffers += [torch.empty_like(key) for _ in range(3)]
+        buffers += [torch.empty_like(value) for _ in range(3)]
+        gradients = tuple(torch.empty_like(saved) for saved in (query, key, value, decay, beta))
+        del buffers
+        return gradients
+
+
+class AllocatedLinearAttention(torch.autograd.Function):
+    """What linear attention allocates in a trace. Backward stores states in float32."""
+
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Tensor:
+        """Return an output like the values."""
+        summed = torch.empty_like(decay, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, summed)
+        states = _states(key, value, key.dtype)
+        output = torch.empty_like(value)
+        del states
+        return output
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of all inputs."""
+        _, key, value, _ = ctx.saved_tensors
+        buffers = [_states(key, value, torch.float32), _states(key, value, torch.float32)]
+        gradients = tuple(torch.empty_like(saved) for saved in ctx.saved_tensors)
+        del buffers
+        return gradients
+
+
+def _states(key: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the states of all chunks: (B, T / CHUNK, H, S, P)."""
+    rows, tokens, heads, features = key.shape
+    chunks = -(-tokens // CHUNK)
+    return key.new_empty((rows, chunks, heads, features, value.shape[-1]), dtype=dtype)

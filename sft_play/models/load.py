@@ -25,10 +25,10 @@ from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models import bnb, expert_parallel, lora, placement, sharding, weight_offloading
-from sft_play.models.added_tokens import reading_grown
 from sft_play.models.architecture import auto_class_of, drop_encoders, empty_twin, encoders_of
 from sft_play.models.base_files import (
     growth_of_base,
+    reading_grown,
     reading_stored,
     stored_config,
     stored_format,
@@ -40,9 +40,9 @@ from sft_play.models.export import savable_generation_config
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.fast.proof import ProofStore
-from sft_play.models.float8.linear import has_float8
-from sft_play.models.float8.loading import (
+from sft_play.models.float8.linear import (
     float8_config,
+    has_float8,
     leave_to_each_rank,
     quantizing_to_float8,
 )

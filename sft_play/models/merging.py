@@ -40,7 +40,7 @@ from sft_play.models.base_files import (
 from sft_play.models.bnb import pack, packed_names, unpack
 from sft_play.models.expert_adapters import load_adapter
 from sft_play.models.experts import expert_weights
-from sft_play.models.float8.loading import Float8Config, float8_candidates
+from sft_play.models.float8.linear import Float8Config, float8_candidates
 from sft_play.models.float8.quantize import quantize_weight, why_not_quantized
 from sft_play.models.load import load_base, loading_options
 from sft_play.models.shards import InFile, ShardWriter

@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from sft_play.data.collate import WEIGHTS, Batch, RowPart, TokenSequence, labelled
 from sft_play.models.experts import BALANCE
-from sft_play.models.fast.attention.ulysses import ContextGroup
-from sft_play.models.fast.documents import CONTEXT
+from sft_play.models.fast.documents import CONTEXT, ContextGroup
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
 from sft_play.models.images import trained_encoder_weights
 from sft_play.training.experts import RouterLoss

@@ -16,7 +16,7 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
-from sft_play.models.fast.attention.ulysses import ContextGroup, context_group
+from sft_play.models.fast.documents import ContextGroup, context_group
 from sft_play.models.fast.graphs.decoder import accumulators_for_recordings
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import is_loss_fused

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from sft_play.data.collate import Batch, PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
-from sft_play.models.fast.attention.ulysses import ContextGroup
-from sft_play.models.fast.documents import CONTEXT, Documents
+from sft_play.models.fast.documents import CONTEXT, ContextGroup, Documents
 from sft_play.models.fast.setup import base_model_of
 from sft_play.process import Process
 from sft_play.training.checks import modes_restored, rounds_coarsely

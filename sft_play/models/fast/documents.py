@@ -13,21 +13,110 @@ right. `attention.forward.remove_mask` replaces the mask with UNMASKED.
 `forward_by_document` runs the original implementation of a module on one document after another.
 This is exact for any module. It is the reference for fused code that runs on all documents at once.
 
-Legend: B rows, T tokens per row, N documents, G groups of documents.
+Ranks may share each row's tokens (DeepSpeed-Ulysses, arXiv:2309.14509). Each of the c ranks in a
+`ContextGroup` has T / c consecutive tokens of every row. It runs all per-token modules on these
+tokens. For attention, the ranks exchange data: each rank receives all tokens of H / c heads. It
+computes attention as on a single rank, with the boundaries of full documents, and sends each rank
+the outputs of that rank's tokens. If there are fewer key and value heads than ranks, each head is
+sent to several ranks, and their gradients are summed. Each exchange is one all-to-all. Its gradient
+is the reverse exchange.
+
+Legend: B rows, T tokens per row, N documents, G groups of documents, H query heads, K key and value
+heads, D features per head.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from sft_play.data.collate import IMAGE_BLOCKS
+from sft_play.data.collate import IMAGE_BLOCKS, RowPart
 from sft_play.models.architecture import encoders_of
-from sft_play.models.fast.attention.ulysses import ContextGroup
+from sft_play.process import Process
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks that share rows; this rank has the `rank`-th part of each row."""
+
+    rank: int
+    size: int
+    group: Any  # their process group in torch
+
+    @property
+    def part(self) -> RowPart:
+        """The part of each row that this rank computes."""
+        return RowPart(self.rank, self.size)
+
+    def add(self, x: Tensor) -> Tensor:
+        """Return the sum of a tensor over the ranks; it is not differentiable."""
+        distributed.all_reduce(x, group=self.group)
+        return x
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Return all tokens (B, T, H / c, D) of this rank's heads from its tokens (B, T / c, H, D).
+
+        With fewer than c heads, each head is repeated.
+        """
+        if x.shape[2] < self.size:
+            x = x.repeat_interleave(self.size // x.shape[2], dim=2)
+        parts = x.unflatten(2, (self.size, -1)).permute(2, 0, 1, 3, 4)  # (c, B, T / c, H / c, D)
+        received = _Exchange.apply(parts, self.group)
+        return received.transpose(0, 1).flatten(1, 2)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens (B, T / c, H, D) from all (B, T, H / c, D); undoes `heads`."""
+        parts = x.unflatten(1, (self.size, -1)).transpose(0, 1)  # (c, B, T / c, H / c, D)
+        received = _Exchange.apply(parts, self.group)
+        return received.permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+    def own_heads(self, x: Tensor | None) -> Tensor | None:
+        """Return this rank's elements (H / c,) of a tensor with one element per head (H,)."""
+        return None if x is None else x.unflatten(0, (self.size, -1))[self.rank]
+
+
+@cache
+def context_group(process: Process, size: int) -> ContextGroup | None:
+    """Return this rank's group of `size` consecutive ranks; None if `size` is 1.
+
+    Every rank must call it.
+    """
+    if size == 1:
+        return None
+    own = None
+    for first in range(0, process.world_size, size):
+        members = list(range(first, first + size))
+        group = distributed.new_group(members, timeout=process.timeout)
+        if process.rank in members:
+            own = ContextGroup(process.rank - first, size, group)
+    return own
+
+
+class _Exchange(torch.autograd.Function):
+    """Send part r of x (c, ...) to rank r of the group, and receive part r from it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Any) -> Tensor:
+        """Return the parts (c, ...) received from the ranks."""
+        ctx.group = group
+        return _exchange(x, group)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of each part, received from the rank that got the part."""
+        return _exchange(grad, ctx.group), None
+
+
+def _exchange(x: Tensor, group: Any) -> Tensor:
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    distributed.all_to_all_single(received, x, group=group)
+    return received
+
 
 # The keyword arguments that pass documents to transformers' models
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

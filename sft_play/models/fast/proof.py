@@ -38,9 +38,16 @@ from sft_play.models.experts import ranks_of_experts
 from sft_play.models.fast.capture import PACKED, PLAIN, Call, Kind, preserving_state, shape_of
 from sft_play.models.fast.documents import forward_by_document
 from sft_play.models.fast.recognize import MISMATCH_ERRORS
-from sft_play.models.fast.reference_copies import Part
 from sft_play.models.fast.setup import TrainingSetup
-from sft_play.models.fast.trial import Forward, Result, Trial, comparable, difference, own_code
+from sft_play.models.fast.trial import (
+    Forward,
+    Part,
+    Result,
+    Trial,
+    comparable,
+    difference,
+    own_code,
+)
 from sft_play.models.float8.linear import has_float8
 from sft_play.plan import counting
 from sft_play.plan.probe_fit import fingerprint

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from sft_play.models.experts import true_shape
 from sft_play.models.fast.attention.reference import attend_rows, rotate_reference
-from sft_play.models.fast.linears.activations import Activation, sigmoid_argument
+from sft_play.models.fast.linears.glu import Activation, sigmoid_argument
 from sft_play.models.fast.norms.residual import LayerRoles, NormKind, Reference
 from sft_play.models.sharding import shallow_copy
 

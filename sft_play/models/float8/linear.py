@@ -1,19 +1,44 @@
-"""A linear layer with a frozen float8 weight that multiplies float8 numbers.
+"""Linear layers with a frozen float8 weight that multiply float8 numbers.
+
+`quantizing_to_float8` lets `from_pretrained` quantize weights as it reads them. transformers reads
+one tensor after another to its device and quantizes it there. So the GPU stores the float8 model,
+and only one weight in 16 bits.
 
 Legend: N tokens, `in` and `out` features.
 """
 
-from collections.abc import Callable
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from sft_play.models.float8.format import FLOAT8, Quantized
-from sft_play.models.float8.quantize import input_product, product, quantize
+from sft_play.errors import EnvironmentFault
+from sft_play.models.architecture import decoder_layers
+from sft_play.models.experts import expert_weights, unquantized_linears
+from sft_play.models.float8.quantize import (
+    input_product,
+    product,
+    quantize,
+    quantize_weight,
+    why_not_quantized,
+)
+from sft_play.models.float8.rows import FLOAT8, Quantized
+from sft_play.plan.needs import FLOAT8_CAPABILITY
+from sft_play.plan.structure import FLOAT8_MULTIPLE
 
 
 class Float8Linear(nn.Linear):
@@ -113,3 +138,173 @@ def refuse_merging(model: PeftModel) -> None:
     for module in model.modules():
         if type(module) is PeftLinear and is_float8(module):
             module.__class__ = Float8LoraLinear
+
+
+logger = logging.getLogger(__name__)
+
+METHOD = "sft_play_float8"
+NAMED = 3  # layers per reason that the log names
+
+
+@dataclass
+class Float8Layers:
+    """Which linear layers of a model became float8, and which did not, by name."""
+
+    quantized: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)  # why they stay as they were loaded
+
+    def lines(self) -> list[str]:
+        """Return the log lines: a count, and a line for each reason."""
+        count = len(self.quantized)
+        lines = [f"float8: {count} of {count + len(self.kept)} linears of the layers"]
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.kept.items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+            lines.append(f"float8: {', '.join(names[:NAMED])}{more} not: {reason}")
+        return lines
+
+
+def float8_candidates(model: PreTrainedModel) -> Float8Layers:
+    """Return the linear layers that may become float8, and why others do not.
+
+    Candidates are frozen linear layers of the decoder: not embeddings, the head, routers or 3-D
+    experts.
+    """
+    routers = unquantized_linears(model)
+    of_layers = {module for layer in decoder_layers(model) for module in layer.modules()}
+    found = Float8Layers()
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or module not in of_layers:
+            continue
+        if name in routers:
+            found.kept[name] = "it chooses experts, or code reads its weight"
+        elif module.in_features % FLOAT8_MULTIPLE or module.out_features % FLOAT8_MULTIPLE:
+            found.kept[name] = f"its sizes are no multiples of {FLOAT8_MULTIPLE}"
+        else:
+            found.quantized.append(name)
+    for weight in expert_weights(model):
+        found.kept[weight.name] = "experts in one parameter"
+    return found
+
+
+class Float8Config(QuantizationConfigMixin):
+    """The config that makes `from_pretrained` quantize to float8 while it reads."""
+
+    def __init__(self) -> None:
+        self.quant_method = METHOD
+
+
+class Float8Quantizer(HfQuantizer):
+    """transformers' interface for quantizing while weights are read."""
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        self.layers = float8_candidates(model)
+        self._wanted = {f"{name}.weight" for name in self.layers.quantized}
+
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **kwargs: Any
+    ) -> PreTrainedModel:
+        for line in self.layers.lines():
+            logger.info("%s", line)
+        self.remove_quantization_config(model)  # the files' description still applies
+        return model
+
+    def param_needs_quantization(
+        self, model: PreTrainedModel, param_name: str, **kwargs: Any
+    ) -> bool:
+        """Return whether a parameter is to be stored in float8."""
+        return param_name in self._wanted
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """Return the bytes of a weight."""
+        return 1 if param_name in self._wanted else param.element_size()
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """Return the operation that quantizes a weight."""
+        return _Quantize(self.layers)
+
+    def is_serializable(self, **kwargs: Any) -> bool:
+        """Return whether the model can be saved: it cannot, but its adapters can."""
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        """Return whether adapters can be trained over it."""
+        return True
+
+
+class _Quantize(ConversionOps):
+    """Quantizes one weight, and makes its layer a float8 layer."""
+
+    def __init__(self, layers: Float8Layers):
+        self.layers = layers
+
+    def convert(
+        self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        """Return the weights by name: in float8, or unchanged if float8 cannot represent them."""
+        tensors: dict[str, Tensor] = {}
+        for name, value in input_dict.items():
+            weight = value[0] if isinstance(value, list) else value
+            module_name = name.removesuffix(".weight")
+            tensors[name] = quantize_layer(
+                model.get_submodule(module_name), weight, module_name, self.layers
+            )
+        return tensors
+
+
+def quantize_layer(linear: nn.Linear, weight: Tensor, name: str, layers: Float8Layers) -> Tensor:
+    """Make a linear layer a float8 layer with `weight`; return the new value of its parameter.
+
+    A layer that float8 cannot represent stays plain, and `layers` records why.
+    """
+    quantized = quantize_weight(weight)
+    reason = why_not_quantized(weight, quantized)
+    if reason is None:
+        return Float8Linear.of(linear, quantized).weight
+    layers.quantized.remove(name)
+    layers.kept[name] = reason
+    return weight
+
+
+def float8_on_meta(model: PreTrainedModel) -> None:
+    """Make the linear layers of a model without weights those of a float8 base."""
+    for name in float8_candidates(model).quantized:
+        linear = model.get_submodule(name)
+        values = torch.empty_like(linear.weight, dtype=FLOAT8)
+        scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
+        Float8Linear.of(linear, Quantized(values, scales))
+
+
+def float8_config(device: torch.device) -> Float8Config:
+    """Return the config with which `from_pretrained` loads a float8 base on `device`.
+
+    Raises: EnvironmentFault for a GPU without float8. This happens if a run that was trained
+    elsewhere is used.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise EnvironmentFault(
+            f"tuning.base_dtype=float8: {device} has capability {found}, and float8 products need "
+            "8.9 (Ada, Hopper and later); set DEVICE=cpu, or merge the run and use that model"
+        )
+    return Float8Config()
+
+
+def leave_to_each_rank(model: nn.Module) -> None:
+    """Keep DDP from sending float8 weights and their scales: every rank reads the same files.
+
+    gloo cannot send float8.
+    """
+    names = [name for name, weight in model.named_parameters() if weight.dtype == FLOAT8]
+    scales = [f"{name}_scale" for name in names]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names + scales)
+
+
+@contextlib.contextmanager
+def quantizing_to_float8() -> Iterator[None]:
+    """Let `from_pretrained` understand Float8Config in this context."""
+    with patch.dict(AUTO_QUANTIZER_MAPPING, {METHOD: Float8Quantizer}):
+        yield

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from sft_play.models import traced_gpu
-from sft_play.models.float8 import kernels
-from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
+from sft_play.models.float8 import rows
+from sft_play.models.float8.rows import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
 
 # The maximum relative error of half the numbers of a row. In e4m3's normal range it is 2 to 3 %. A
 # larger error means that an outlier, 40,000 times as large, pushes them below that range.
@@ -46,7 +46,7 @@ def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
     On a GPU, one kernel reads and writes them. On other devices, the reference below is used.
     """
     if x.is_cuda:
-        return kernels.quantize(x, column_scales)
+        return rows.quantize(x, column_scales)
     if traced_gpu.is_on:
         scales = x.new_empty(len(x), dtype=torch.float32)
         return Quantized(torch.empty_like(x, dtype=FLOAT8), scales)
@@ -77,8 +77,8 @@ def quantize_weight(weight: Tensor) -> Quantized:
     best scale of an octave removes a seventh of the squared error.
     """
     parts = []
-    for rows in weight.split(max(1, SCALED_AT_A_TIME // weight.shape[1])):
-        parts.append(_best_scaled(rows.float()))
+    for some in weight.split(max(1, SCALED_AT_A_TIME // weight.shape[1])):
+        parts.append(_best_scaled(some.float()))
     return Quantized(
         torch.cat([part.values for part in parts]), torch.cat([part.scales for part in parts])
     )
@@ -151,7 +151,7 @@ def input_product(dy: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
         return dx
     ones = torch.ones(weight.shape[1], device=weight.device)
     if weight.is_cuda:
-        return _scaled_mm(dy, kernels.transposed(weight).t(), ones).to(dtype)
+        return _scaled_mm(dy, rows.transposed(weight).t(), ones).to(dtype)
     return _reference(dy, weight, ones).to(dtype)
 
 

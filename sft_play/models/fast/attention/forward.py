@@ -31,9 +31,13 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from sft_play.models.architecture import decoder_of
-from sft_play.models.fast.attention.images import image_masks, with_image_rows
 from sft_play.models.fast.attention.kernels import attend
-from sft_play.models.fast.attention.reference import Scoring, apply_rotary
+from sft_play.models.fast.attention.reference import (
+    Scoring,
+    apply_rotary,
+    image_masks,
+    with_image_rows,
+)
 from sft_play.models.fast.documents import (
     UNMASKED,
     PackedDocuments,

@@ -39,8 +39,13 @@ from sft_play.models.fast.experts.products import (
     rows_times,
     sum_choices,
 )
-from sft_play.models.fast.linears.activations import Activation, activation_of
-from sft_play.models.fast.linears.glu import glu_backward, glu_forward, widen
+from sft_play.models.fast.linears.glu import (
+    Activation,
+    activation_of,
+    glu_backward,
+    glu_forward,
+    widen,
+)
 from sft_play.models.partitioned import gathered
 
 GateGradients = tuple[Tensor, Tensor, Tensor]

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.four_bit import power_of_two, table_of
-from sft_play.models.float8.kernels import program_number
+from sft_play.models.optional_triton import program_number
 
 SUMMED_BLOCK = 64  # features that are summed at once, and the most that share a packed scale
 STAGES = 3  # of the pipeline that loads ahead of tl.dot

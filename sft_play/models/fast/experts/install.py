@@ -26,8 +26,8 @@ from sft_play.models.fast.linears.lora import (
     why_hooked,
 )
 from sft_play.models.fast.proof import prove
-from sft_play.models.fast.reference_copies import few_experts
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
+from sft_play.models.fast.trial import few_experts
 from sft_play.models.partitioned import is_missing
 from sft_play.plan.fast import ZERO_3
 

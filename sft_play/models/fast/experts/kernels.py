@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.glu import BLOCK, argument_and_slope
-from sft_play.models.float8.kernels import load_float32, program_number
+from sft_play.models.optional_triton import load_float32, program_number
 
 Form = tuple[str, float, float]  # an activation, or "clamped"; alpha and limit, if clamped
 

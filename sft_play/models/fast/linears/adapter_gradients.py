@@ -20,8 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sft_play.models.float8.kernels import program_number
-from sft_play.models.optional_triton import tl, triton
+from sft_play.models.optional_triton import program_number, tl, triton
 from sft_play.plan.needs import HOPPER
 
 # A of all linears stacked (R, in), then each B (out, r), in the dtype of the matrix

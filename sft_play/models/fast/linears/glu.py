@@ -1,6 +1,8 @@
 """SwiGLU and GeGLU, the elementwise part of a gated MLP: h = act(g) * u, and its gradient.
 
-With act(g) = g * s, s = sigmoid(p(g)) of `activations`:
+With act(g) = g * s, s = sigmoid(p(g)):
+    silu        p(g) = g
+    gelu_tanh   p(g) = 2 sqrt(2 / pi) (g + 0.044715 g^3), since (1 + tanh(z)) / 2 = sigmoid(2 z)
     act'(g) = s + g s (1 - s) p'(g),  dg = dh act'(g) u,  du = dh act(g)
 Both are computed in float32 and rounded once; transformers rounds act(g) to bfloat16 before it
 multiplies. On a GPU, forward and backward are one Triton kernel each; elsewhere the reference runs.
@@ -9,19 +11,40 @@ The kernel and the reference differ by 1e-5 in float32, and by one rounding in 1
 Legend: N tokens, I intermediate features.
 """
 
+import math
+from collections.abc import Callable
+from typing import Literal
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers.activations import GELUTanh, SiLUActivation
 
 from sft_play.models import traced_gpu
-from sft_play.models.fast.linears.activations import (
-    GELU_CUBE,
-    GELU_SLOPE,
-    Activation,
-    sigmoid_argument,
-)
-from sft_play.models.float8.kernels import load_float32, program_number
-from sft_play.models.optional_triton import tl, triton
+from sft_play.models.optional_triton import load_float32, program_number, tl, triton
+
+Activation = Literal["silu", "gelu_tanh"]
+GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
+GELU_CUBE = 0.044715
+
+
+def activation_of(module: nn.Module | Callable[[Tensor], Tensor]) -> Activation | None:
+    """Return the name of an activation module or function; None if it is not one of the two."""
+    if module is functional.silu or isinstance(module, nn.SiLU | SiLUActivation):
+        return "silu"
+    if isinstance(module, GELUTanh):
+        return "gelu_tanh"
+    if isinstance(module, nn.GELU) and module.approximate == "tanh":
+        return "gelu_tanh"
+    return None
+
+
+def sigmoid_argument(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor | float]:
+    """Return p(g) and its derivative p'(g)."""
+    if activation == "silu":
+        return g, 1.0
+    return GELU_SLOPE * (g + GELU_CUBE * g**3), GELU_SLOPE * (1 + 3 * GELU_CUBE * g**2)
 
 
 class GluFunction(torch.autograd.Function):

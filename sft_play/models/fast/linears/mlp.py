@@ -22,8 +22,7 @@ from torch.autograd.function import once_differentiable
 from sft_play.models.experts import find_experts
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.linears import tiles
-from sft_play.models.fast.linears.activations import Activation
-from sft_play.models.fast.linears.glu import GluFunction, glu_backward, glu_forward
+from sft_play.models.fast.linears.glu import Activation, GluFunction, glu_backward, glu_forward
 from sft_play.models.fast.linears.lora import (
     LinearGroup,
     fuse_lora_linear,

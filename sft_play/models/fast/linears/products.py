@@ -30,9 +30,9 @@ from sft_play.models.delivered import DeliveredLinear
 from sft_play.models.fast.linears import adapter_gradients
 from sft_play.models.fast.linears.adapter_gradients import Factors
 from sft_play.models.fast.linears.four_bit import unpack
-from sft_play.models.float8.format import Quantized
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.float8.quantize import input_product, product, quantize
+from sft_play.models.float8.rows import Quantized
 from sft_play.models.partitioned import gathered, is_partitioned
 
 

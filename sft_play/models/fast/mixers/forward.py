@@ -38,14 +38,14 @@ from sft_play.models.fast.documents import (
     is_unmasked,
     unflatten,
 )
-from sft_play.models.fast.mixers.fla import (
+from sft_play.models.fast.setup import fuse, is_training
+from sft_play.models.fast.trial import Forward
+from sft_play.models.linear_attention import (
     fla_convolution,
     fla_delta_rule,
     fla_linear_attention,
+    uses_fla,
 )
-from sft_play.models.fast.setup import fuse, is_training
-from sft_play.models.fast.trial import Forward
-from sft_play.models.linear_attention import uses_fla
 
 Kernel = Callable[..., Any]
 

@@ -1,34 +1,40 @@
-"""Triton kernels of `quantize` and of a weight's transpose, and helpers for other kernels.
+"""Rows of numbers in float8 (e4m3) that each have a scale, and the Triton kernels that write them.
 
-Imported only on a GPU. The formulas are in `quantize`. Each program quantizes one row. It finds the
+The formulas are in `quantize`. Each program quantizes one row. It finds the
 largest number, then reads the row again, which is then in the cache. NaN stays NaN, so that a
 diverging loss is visible.
 
 Legend: N rows, F features per row.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from sft_play.models.float8.format import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
-from sft_play.models.optional_triton import tl, triton
+from sft_play.models.optional_triton import load_float32, on_device_of, program_number, tl, triton
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST = 448.0  # the largest e4m3 number
+# Scales are multiplied by it. On a GPU, torch does the same when a tensor is divided by a number.
+ONE_OVER_LARGEST = 1 / LARGEST
+
+
+class Quantized(NamedTuple):
+    """Rows in float8: x = values * scales."""
+
+    values: Tensor  # (N, F) in FLOAT8
+    scales: Tensor  # (N,) float32
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the rows (N, F) in `dtype`."""
+        return (self.values.float() * self.scales[:, None]).to(dtype)
+
 
 BLOCK = 2048  # features at a time: 8 per thread, one 16-byte load of bfloat16
 TILE = 128  # rows and columns of a weight that a program transposes
 _LARGEST = tl.constexpr(LARGEST)
 _ONE_OVER_LARGEST = tl.constexpr(ONE_OVER_LARGEST)
-
-
-@triton.jit
-def program_number():
-    """Return the index of a program in 64 bits: offsets in a tensor exceed 2^31."""
-    return tl.program_id(0).to(tl.int64)
-
-
-@triton.jit
-def load_float32(place, inside):
-    """Return numbers in float32, 0 outside of the tensor."""
-    return tl.load(place, inside, 0).to(tl.float32)
 
 
 @triton.jit
@@ -121,11 +127,3 @@ def transposed(weight: Tensor) -> Tensor:
         parts = (weight.contiguous().view(torch.uint8), target.view(torch.uint8))
         _transpose[grid](*parts, rows, columns, TILE)
     return target
-
-
-def on_device_of(tensor: Tensor) -> torch.cuda.device:
-    """Make the GPU of a tensor the current one, on which Triton launches kernels.
-
-    For a tensor in host memory, which Triton's interpreter accepts, no GPU is set.
-    """
-    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
