@@ -97,11 +97,9 @@ class _Proof:
         if sample is None:
             return "no token of the proof reached it"
         for batch, call in sample.calls.items():
-            fused_call, lengths = call, None
+            fused_call = call
             if self.fused_call is not None:
                 fused_call = self.fused_call(call, batch)
-                # the original may attend across documents, if the model passes no mask for them
-                lengths = inputs.documents.lengths if batch == PACKED else None
             elif batch == PACKED and PLAIN in sample.calls:
                 # A token's result does not depend on its document. It may depend on its row, and
                 # the packed batch has only one row.
@@ -109,7 +107,7 @@ class _Proof:
             if self.setup.is_traced:
                 where = self._compare_shapes(sample.module, call.shape, fused_call)
             else:
-                where = self._compare_values(sample.module, call, fused_call, lengths, errors)
+                where = self._compare_values(sample.module, call, fused_call, batch, errors)
             if where is not None:
                 return f"{type(sample.module).__name__} {where}"
         return None
@@ -119,13 +117,13 @@ class _Proof:
         module: nn.Module,
         call: Call,
         fused_call: Call,
-        lengths: list[int] | None,
+        batch: str,
         errors: list[float] | None,
     ) -> str | None:
         """Return where outputs and gradients differ; None if nowhere.
 
-        The original runs on the part, if there is one. It may also run on each document separately;
-        `lengths` are the documents' tokens.
+        The original runs on the part, if there is one. It may also run on each packed document
+        separately: it attends across documents, if the model passes no mask for them.
         """
         process = self.setup.process
         trial = Trial(module, fused_call, process, self.fused_call is not None, errors is not None)
@@ -156,8 +154,8 @@ class _Proof:
 
             code: Forward = own_code
             where = find_difference(own)
-            if where is not None and lengths is not None:
-                code = partial(forward_by_document, lengths)
+            if where is not None and batch == PACKED and self.fused_call is not None:
+                code = partial(forward_by_document, self.setup.proof_inputs.documents.lengths)
                 own = reference.run(code)
                 where = find_difference(own)
             # in float8, a float32 number's last bit may decide between two numbers that differ by
