@@ -73,8 +73,8 @@ def from_gguf(file: Path, target: Path) -> str:
 
 def score_files(run: Path, kind: str) -> CompressedScores:
     """Export a run in a format, and return the scores of the files."""
-    from sft_play.inference.export import Export, write_plain_model
     from sft_play.inference.export_compressed import compress_folder, score
+    from sft_play.inference.exported import Export, write_plain_model
     from sft_play.runs.exports import ExportAsked
     from sft_play.runs.folder import RunFolder
 

@@ -39,7 +39,7 @@ TOKENS = {
     "config": 24_270,
     "data": 69_200,
     "evaluation": 13_050,
-    "inference": 18_640,
+    "inference": 18_650,
     "models": 106_960,
     "monitor": 7_850,
     "notebooks": 13_580,

@@ -14,7 +14,7 @@ from torch import nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.inference import parity
+from sft_play.inference import exported as parity
 from sft_play.inference.evaluate import evaluate_run
 from sft_play.inference.export import export_run
 from sft_play.inference.load import load_run

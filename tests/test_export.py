@@ -27,11 +27,11 @@ from sft_play.commands.check_server import Choice, Completion, Server, Tally, ch
 from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
-from sft_play.inference import parity
+from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
+from sft_play.inference.exported import answered, parity_rows
 from sft_play.inference.load import TrainedModel
 from sft_play.inference.merge import what_vllm_does_not_serve
-from sft_play.inference.parity import answered, parity_rows
 from sft_play.models.export import plain_template, write_for_older_readers
 from sft_play.plan.launch import free_port
 from sft_play.process import Process

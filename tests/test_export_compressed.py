@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.reopened import EXACT, Reopened
-from sft_play.inference import export_compressed, parity
+from sft_play.inference import export_compressed
+from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
 from sft_play.inference.export_compressed import (
     KINDS,

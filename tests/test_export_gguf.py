@@ -15,7 +15,8 @@ from families import FAMILIES, family
 from sft_play.data.render import RenderError
 from sft_play.data.templates import ChatTemplate
 from sft_play.errors import CheckpointError, EnvironmentFault
-from sft_play.inference import convert_gguf, gguf_tools, parity
+from sft_play.inference import convert_gguf, gguf_tools
+from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
 from sft_play.inference.export_gguf import GgufScores, SameTokens, added, turn_texts_of
 from sft_play.inference.gguf_tools import LlamaCpp, UnknownPreTokenizer

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.inference import parity
+from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
 from sft_play.inference.merge import what_vllm_does_not_serve
 from sft_play.models import lora

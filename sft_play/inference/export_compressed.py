@@ -41,7 +41,7 @@ from sft_play.data.store import Sample
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.reference import Reference, as_tensors
 from sft_play.evaluation.reopened import Folder, Reopened, ask, reopen
-from sft_play.inference.export import Export, Written, link_files, write_plain_model
+from sft_play.inference.exported import Export, Written, link_files, write_plain_model
 from sft_play.inference.improvement import Losses, interval, read_scored_rows
 from sft_play.inference.merge import merged_folder
 from sft_play.models.architecture import auto_class_of, empty_model

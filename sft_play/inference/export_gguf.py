@@ -19,7 +19,7 @@ from sft_play.data.store import Sample, Split
 from sft_play.data.templates import ChatTemplate
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.scores import rouge
-from sft_play.inference.export import Export, Written, write_plain_model
+from sft_play.inference.exported import Export, Written, prompts_of, write_plain_model
 from sft_play.inference.gguf_tools import (
     HOW_TO_GET,
     IN_16_BITS,
@@ -31,7 +31,6 @@ from sft_play.inference.gguf_tools import (
 )
 from sft_play.inference.improvement import Losses, read_scored_rows
 from sft_play.inference.modelfile import TurnTexts, modelfile_text, read_turn_texts
-from sft_play.inference.parity import prompts_of
 from sft_play.models.export import read_stops
 from sft_play.reporting.answers import read_answers
 from sft_play.runs.exports import LEAST_GAIN
