@@ -265,7 +265,7 @@ def test_a_check_that_fails_is_recorded_with_what_it_found(plan_run):
     folder = plan_run({})
     with RunRecorder(folder, PlannedRun.read(folder), 0) as recorder:
         logged = [{"step": 1, "loss": 2.0}, {"step": 1, "epoch": 0.5}]
-        recorder.follow_state(TrainerState(global_step=1, log_history=logged))
+        recorder.state = TrainerState(global_step=1, log_history=logged)
         with recorder.check("rows are whole"):
             raise DataError("row 3 is half a row")
     report = folder.read_report()

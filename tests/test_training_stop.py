@@ -107,7 +107,7 @@ def second_signal(path: Path, number: int, seconds: float) -> None:
     """Be a rank in its second step that gets a signal and another one `seconds` later."""
     folder = RunFolder(path)
     with RunRecorder(folder, PlannedRun.read(folder), 0) as recorder:
-        recorder.follow_state(TrainerState(global_step=2))
+        recorder.state = TrainerState(global_step=2)
         with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder) as stop:
             stop.on_pre_optimizer_step(None, None, None)
             signal.raise_signal(signal.SIGINT)

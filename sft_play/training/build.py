@@ -6,14 +6,12 @@ from collections.abc import Callable, Sequence
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from sft_play.config.backends import backend_of
 from sft_play.data.assemble import RunData
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler
 from sft_play.data.store import Split
 from sft_play.errors import ConfigError
 from sft_play.evaluation.evaluator import Evaluator
-from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
 from sft_play.models.fast.documents import ContextGroup, context_group
@@ -54,10 +52,7 @@ def build_loop(
     """
     config = context.config
     layout = context.plan.layout
-    if backend_of(config).recomputes_by_layer:  # other backends set it up when they load
-        layers = layout.checkpointed_layers
-        step = context.plan.step
-        checkpoint_layers(model, layers, step.offloaded(layers), step.keeps_attention)
+    context.checkpoint_layers(model, layout.checkpointed_layers)
     if config.train.neftune_noise_alpha is not None:
         EmbeddingNoise(config.train.neftune_noise_alpha).attach(model)
     refuse_divided(config.train, model)

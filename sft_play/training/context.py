@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from torch import nn
+
 from sft_play.config.schema import Config
+from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
@@ -25,3 +28,9 @@ class RunContext:
     @property
     def plan(self) -> RunPlan:
         return self.planned.plan
+
+    def checkpoint_layers(self, model: nn.Module, layers: int) -> None:
+        """Checkpoint the activations of the first `layers` layers of the model."""
+        if self.plan.request.recomputes_by_layer:  # other backends set it up when they load
+            step = self.plan.step
+            checkpoint_layers(model, layers, step.offloaded(layers), step.keeps_attention)

@@ -17,7 +17,6 @@ import torch
 from sft_play.data.order import fullest_step, padding
 from sft_play.errors import OutOfMemory
 from sft_play.evaluation.evaluator import Evaluator
-from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.plan import batch, next_command, probe_fit
 from sft_play.plan.memory import GIB, StepBytes, evaluation_rows, step_bytes
@@ -101,13 +100,6 @@ class Probe:
             probe_fit.write_points(folder, fingerprint, points)
         is_cached = len(points) == len(cached)
         return ProbeResult(layout, points, fit, fit.memory(layout), budget, is_cached)
-
-    def checkpoint(self, layers: int) -> None:
-        """Checkpoint the first `layers` layers of the model."""
-        if self.request.recomputes_by_layer:  # other backends set it up when they load
-            step = self.step
-            model = self.loop.engine.model
-            checkpoint_layers(model, layers, step.offloaded(layers), step.keeps_attention)
 
     def _as_planned(self, dry_run: DryRun, budget: int) -> ProbeResult:
         """Try the unchanged plan, and replace its bytes with the measured ones."""
@@ -214,7 +206,7 @@ class Probe:
 
     def _measure(self, dry_run: DryRun, layout: Layout) -> Point | None:
         """Return the largest peaks of a step over all ranks; None if it does not fit on one."""
-        self.checkpoint(layout.checkpointed_layers)
+        self.context.checkpoint_layers(self.loop.engine.model, layout.checkpointed_layers)
         point = dry_run.measure(layout)
         if not self.process.min(int(point is not None)):
             return None
@@ -290,7 +282,7 @@ def apply_probe(probe: Probe, evaluators: Sequence[Evaluator], recorder: RunReco
 def _apply_layout(probe: Probe, result: ProbeResult, evaluators: Sequence[Evaluator]) -> PlannedRun:
     """Set the chosen layout on loop and evaluators, and return the run with it."""
     layout = result.layout
-    probe.checkpoint(layout.checkpointed_layers)
+    probe.context.checkpoint_layers(probe.loop.engine.model, layout.checkpointed_layers)
     if layout.batch_size != probe.layout.batch_size:
         split_steps(probe.loop, layout)
     for evaluator in evaluators:

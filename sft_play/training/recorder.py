@@ -65,7 +65,7 @@ class RunRecorder:
         self.gone: list[int] = []  # ranks of this machine that had ended when a signal arrived
         self.find_gone: Callable[[], list[int]] = list  # from the watch over other ranks
         self.explain_out_of_memory: Explain | None = None
-        self._state: Any = None  # transformers' state of the training loop, once it has started
+        self.state: Any = None  # transformers' state of the training loop, once it has started
         self._of_front_end = folder.read_report().timeline or []
         self.report = _first_report(folder, planned)
         self._is_following = False  # another rank failed first
@@ -132,14 +132,10 @@ class RunRecorder:
         self.note(seconds={**self.report.seconds, name: round(now - self.lap_began, 3)})
         self.lap_began = now
 
-    def follow_state(self, state: Any) -> None:
-        """Use the current step and the logs of a training loop's state."""
-        self._state = state
-
     @property
     def global_step(self) -> int:
         """The step that was reached."""
-        return self.report.global_step if self._state is None else self._state.global_step
+        return self.report.global_step if self.state is None else self.state.global_step
 
     def note_checkpoint(self, checkpoint: Path) -> None:
         """Record that a run which is killed from now on can resume from this checkpoint."""
@@ -169,8 +165,8 @@ class RunRecorder:
         self.note(timeline=[*self._of_front_end, *timeline.spans])
         self.note(status=status, exit_class=int(exit_class), cause=cause)
         self.note(global_step=self.global_step)
-        if self._state is not None:
-            logged = map(LoggedStep.from_log, self._state.log_history)
+        if self.state is not None:
+            logged = map(LoggedStep.from_log, self.state.log_history)
             self.note(history=[step for step in logged if step is not None])
         self.write(force)
         if self.rank == 0 or force:

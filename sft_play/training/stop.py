@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import torch
 from transformers import TrainerCallback
@@ -46,7 +46,7 @@ class StopOnSignal(TrainerCallback):
         self.is_paused = False  # by train.stop_after
         self.stop_step: Callable[[int], int] = int  # the last step of this launch, of all steps
         signals.on_first = self._obey
-        signals.at_once = self._leave
+        signals.at_once = recorder.leave
 
     def __enter__(self) -> Self:
         self._read_end, write_end = os.pipe()
@@ -86,9 +86,6 @@ class StopOnSignal(TrainerCallback):
             "%s: %s; once more after %.0f seconds leaves at once", number.name, when, REPEAT_SECONDS
         )
 
-    def _leave(self) -> NoReturn:
-        self.recorder.leave()
-
     def _watch(self) -> None:
         """Handle signals that the main thread cannot: it waits in C++ for another rank."""
         first_at = None
@@ -100,7 +97,7 @@ class StopOnSignal(TrainerCallback):
                 first_at = now
             elif number in BY_USER and now - first_at > REPEAT_SECONDS:
                 time.sleep(1)  # gives the main thread time to handle it
-                self._leave()
+                self.recorder.leave()
             if first_at is not None and not self.signals.requested:
                 self._give_up_if_stuck(now - first_at)
 

@@ -123,7 +123,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
 
     with observers, contextlib.closing(progress):
         loop.start(checkpoint)
-        recorder.follow_state(loop.state)
+        recorder.state = loop.state
         observers.metrics_file.start(loop.state)
         before_first_step(context, loop, held_out, recorder)
         loop.train()

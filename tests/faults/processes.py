@@ -292,7 +292,7 @@ ROWS = (
         signalled(signal.SIGINT, prepare=take_long_for_step_3, waits=(0.3, REPEAT_SECONDS + 0.3)),
         ExitClass.STOPPED,
         ("stopped at once on a second signal", "its newest checkpoint is "),
-        Guard("sft_play.training.stop:StopOnSignal._leave", nothing),
+        Guard("sft_play.training.recorder:RunRecorder.leave", nothing),
         15,
         loses=1,
     ),
