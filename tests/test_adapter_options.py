@@ -11,7 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models import expert_adapters
-from sft_play.runs.adapter_options import IGNORED, OPTIONS, why_not_loaded, why_not_trained
+from sft_play.runs.adapter_options import (
+    IGNORED,
+    OF_OTHER_MODELS,
+    OF_PEFT,
+    OF_SETTINGS,
+    why_not_usable,
+)
 from sft_play.runs.earlier_adapter import settings_of_adapter
 from sft_play.runs.model_folder import read_adapter_config
 
@@ -20,9 +26,9 @@ IDS = torch.arange(5, 25)[None]
 
 def test_every_option_of_peft_is_in_the_table() -> None:
     names = {field.name for field in dataclasses.fields(LoraConfig)}
-    assert names <= OPTIONS.keys() | IGNORED
+    assert names <= IGNORED.union(OF_SETTINGS, OF_PEFT, OF_OTHER_MODELS)
     usual = LoraConfig(target_modules=["q_proj"]).to_dict()
-    assert why_not_loaded(usual) is why_not_trained(usual) is None
+    assert all(why_not_usable(usual, is_training) is None for is_training in (False, True))
 
 
 @pytest.mark.parametrize(
@@ -57,10 +63,8 @@ def test_every_option_of_peft_is_in_the_table() -> None:
 def test_an_option_is_accepted_or_named(option, is_loaded: bool, is_trained: bool) -> None:
     config = {**LoraConfig(target_modules=["q_proj"]).to_dict(), "init_lora_weights": True}
     name = next(iter(option))
-    for reason, accepted in (
-        (why_not_loaded(config | option), is_loaded),
-        (why_not_trained(config | option), is_trained),
-    ):
+    for is_training, accepted in ((False, is_loaded), (True, is_trained)):
+        reason = why_not_usable(config | option, is_training)
         assert (reason is None) is accepted
         assert accepted or name in reason
 

@@ -34,7 +34,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
     ".": 10_890,
-    "commands": 21_010,
+    "commands": 21_000,
     "compat": 1_270,
     "config": 24_270,
     "data": 69_200,
@@ -49,7 +49,7 @@ TOKENS = {
     "training": 46_830,
 }
 FILES = 326
-FUNCTIONS = 3_984
+FUNCTIONS = 3_979
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 750
 CALLED_FUNCTIONS = 73

@@ -244,7 +244,7 @@ def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoin
     )
     assert run_worker(again) == 0
     assert len(losses_of(again)) == 4
-    assert stamp.read(again.weights("lora"))["effective_batch"] == 4
+    assert stamp.read(again.weights("lora")).effective_batch == 4
 
 
 def test_a_rank_that_runs_out_of_memory_while_it_loads_says_so(plan_run, run_worker, monkeypatch):

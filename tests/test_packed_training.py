@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import run_two
+from test_runs import facts
 from tiny_models import with_adapters
 from transformers import (
     AutoConfig,
@@ -433,7 +434,7 @@ def loop_of(
         gradients=GradientWatch(process),
         loss_watch=LossWatch(model.config.vocab_size, args.learning_rate),
         events=Events(args, model, tokenizer),
-        stamp={},
+        stamp=facts(),
     )
 
 
@@ -450,7 +451,7 @@ def losses_of(
 def test_a_stamp_has_the_types_that_were_loaded(tmp_path):
     trainer = trainer_of(tmp_path, 2, packed=False)
     trainer.engine.model.to(torch.bfloat16)  # as DeepSpeed casts a model when training begins
-    assert trainer.stamp["dtypes"] == {"trained": ["float32"], "frozen": ["float32"]}
+    assert trainer.stamp.dtypes == {"trained": ["float32"], "frozen": ["float32"]}
 
 
 def test_a_model_stays_where_it_was_loaded(tmp_path):

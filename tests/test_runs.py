@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,29 +178,33 @@ def test_a_run_of_another_version_is_named_not_traced(name, text, words, tmp_pat
 # Stamps
 
 
-def facts(settings: Config | None = None, **changes: Any) -> dict[str, Any]:
+def facts(settings: Config | None = None) -> stamp.Stamp:
     """Return a whole stamp of a run of these settings."""
     settings = settings or Config()
-    names = ("precision", "tokenizer_digest", "template_digest", "template", "data_digest")
-    return {
-        **stamp.wanted(settings),
-        **dict.fromkeys(names, "a"),
-        "run": "run",
-        "run_id": "1234",
-        "config": settings.model_dump(mode="json"),
-        "dtypes": {"trained": ["float32"], "frozen": ["float32"]},
-        "deepspeed_digest": None,
-        "effective_batch": 32,
-        "global_step": 5,
-        "strategy": "single",
-        "versions": stamp.versions(),
-        "world_size": 1,
-        **changes,
-    }
+    binding = replace(
+        stamp.wanted(settings), precision="a", tokenizer_digest="a", template_digest="a"
+    )
+    return stamp.Stamp(
+        **vars(binding),
+        run="run",
+        run_id="1234",
+        config=settings.model_dump(mode="json"),
+        dtypes={"trained": ["float32"], "frozen": ["float32"]},
+        seed=settings.train.seed,
+        data_seed=settings.train.data_seed,
+        data_digest="a",
+        deepspeed_digest=None,
+        effective_batch=32,
+        global_step=5,
+        strategy="single",
+        template="a",
+        versions=stamp.versions(),
+        world_size=1,
+    )
 
 
-def stamped(folder: Path, settings: Config | None = None, **changes: Any) -> Path:
-    stamp.write(folder, facts(settings, **changes))
+def stamped(folder: Path, settings: Config | None = None) -> Path:
+    stamp.write(folder, facts(settings))
     return folder
 
 
@@ -208,9 +213,9 @@ def test_weights_in_use_over_another_base_are_refused_without_a_word_of_resuming
 ):
     folder = stamped(tmp_path / "c")
     now = stamp.wanted(Config())
-    assert stamp.refuse_other_base(folder, now)["backend"] == "bnb"
+    assert stamp.refuse_other_base(folder, now).backend == "bnb"
     with pytest.raises(CheckpointError) as error:
-        stamp.refuse_other_base(folder, {**now, "base_digest": "other"})
+        stamp.refuse_other_base(folder, replace(now, base_digest="other"))
     assert "base_digest: trained with " in str(error.value), error.value
     assert "Put back the files of" in str(error.value) and "resume" not in str(error.value).lower()
 
@@ -230,7 +235,7 @@ def test_a_checkpoint_of_another_backend_is_refused_both_ways(old, new, tmp_path
 def test_allow_backend_change_allows_the_backend_and_nothing_else(tmp_path):
     folder = stamped(tmp_path / "c")
     other = stamp.wanted(config(tuning={"backend": "unsloth"}))
-    assert stamp.refuse_mismatch(folder, other, allow_backend_change=True)["backend"] == "bnb"
+    assert stamp.refuse_mismatch(folder, other, allow_backend_change=True).backend == "bnb"
     for change, said in (
         ({"backend": "unsloth", "mode": "qlora"}, "mode: the checkpoint has lora, this run qlora"),
         ({"lora": {"r": 8}}, "adapter: "),
@@ -271,14 +276,14 @@ def test_what_would_train_something_else_is_a_difference(section, values, name):
 
 @pytest.mark.parametrize("name", stamp.REQUIRED)
 def test_a_stamp_that_lacks_a_fact_or_has_an_empty_one_is_refused(name, tmp_path):
-    whole = facts()
+    whole = asdict(facts())
     del whole[name]
-    stamp.write(tmp_path, whole)
+    write_json(tmp_path / stamp.NAME, whole)
     with pytest.raises(CheckpointError, match=f"has no {name}, so it is not known"):
         stamp.read(tmp_path)
     if name not in stamp.MAY_BE_EMPTY:
         for empty in (None, "", {}, []):
-            stamp.write(tmp_path, {**whole, name: empty})
+            write_json(tmp_path / stamp.NAME, {**whole, name: empty})
             with pytest.raises(CheckpointError, match=f"has no {name}, so"):
                 stamp.read(tmp_path)
 
@@ -304,8 +309,9 @@ def test_what_a_resume_may_change_is_no_difference():
 
 def test_a_stamp_survives_its_file(tmp_path):
     whole = facts(config(tuning={"lora": {"target_modules": ["q_proj", "v_proj"]}}))
-    stamp.write(tmp_path, whole)
-    assert stamp.read(tmp_path) == whole
+    for each in (whole, replace(whole, merged=True)):
+        stamp.write(tmp_path, each)
+        assert stamp.read(tmp_path) == each
     assert stamp.differences(stamp.read(tmp_path), whole) == []
 
 

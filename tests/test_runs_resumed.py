@@ -1,5 +1,6 @@
 """What a resumed run may change: every setting by its class, before a weight is loaded."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -95,19 +96,18 @@ def test_runs_of_versions_that_called_encoders_towers_are_read_and_resumed(tmp_p
     assert layer["tuning.encoders"].value == "lora" and not problems
     saved = facts(config)
     tuning = {name.replace("encoders", "towers"): value for name, value in config.tuning}
-    saved["config"] = {**saved["config"], "tuning": tuning}
+    saved = replace(saved, config={**saved.config, "tuning": tuning})
     assert Resumed(tmp_path, saved).then.tuning.encoders == "lora"
 
 
 def test_a_stamp_of_another_version_is_named():
     saved = facts()
-    saved["config"] = {**saved["config"], "gone": {"setting": 1}}
+    saved = replace(saved, config={**saved.config, "gone": {"setting": 1}})
     with pytest.raises(CheckpointError, match=r"settings of another version \(gone: "):
         Resumed(Path("checkpoint-5"), saved).refuse_changes(Config())
 
 
 def test_a_checkpoint_that_was_renamed_is_refused():
-    now = {"data_digest": "a", "effective_batch": 32}
-    refuse_other_steps(Path("checkpoint-5"), facts(), now)
+    refuse_other_steps(Path("checkpoint-5"), facts(), "a", 32)
     with pytest.raises(CheckpointError, match="its stamp has step 5, so it was renamed"):
-        refuse_other_steps(Path("checkpoint-50"), facts(), now)
+        refuse_other_steps(Path("checkpoint-50"), facts(), "a", 32)

@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from run_files import run_json
 from sft_play.commands import call as calls
 from sft_play.commands import train as training
 from sft_play.errors import CheckpointError, ConfigError, ExitClass
-from sft_play.runs import seal
+from sft_play.runs import seal, stamp
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.resumed import AskedRun, check_resumable
@@ -67,13 +68,13 @@ def test_every_checkpoint_has_a_stamp_and_none_has_the_arguments_with_the_hub_to
     found = sorted(path.name for path in whole.checkpoints.iterdir())
     assert found == [f"checkpoint-{step}" for step in range(1, 7)]
     for name in found:
-        stamp = json.loads((whole.checkpoints / name / "stamp.json").read_text())
+        facts = json.loads((whole.checkpoints / name / "stamp.json").read_text())
         assert (
-            stamp["global_step"] == int(name.removeprefix("checkpoint-"))
-            and stamp["mode"] == "lora"
+            facts["global_step"] == int(name.removeprefix("checkpoint-"))
+            and facts["mode"] == "lora"
         )
-        assert (stamp["run"], stamp["precision"]) == (whole.path.name, "float32")
-        assert stamp.keys() >= {
+        assert (facts["run"], facts["precision"]) == (whole.path.name, "float32")
+        assert facts.keys() >= {
             "backend",
             "base_model",
             "base_digest",
@@ -179,12 +180,12 @@ def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_
     ],
 )
 def test_an_optimizer_that_was_split_otherwise_is_refused(whole, was, now, advice):
-    stamp = {"strategy": was[0], "world_size": was[1]}
     checkpoint = whole.checkpoints / "checkpoint-2"
+    saved = replace(stamp.read(checkpoint), strategy=was[0], world_size=was[1])
     with pytest.raises(CheckpointError, match=advice):
-        check_resumable(checkpoint, stamp, *now)
+        check_resumable(checkpoint, saved, *now)
     if was[0] == "ddp":
-        check_resumable(checkpoint, stamp, *now, is_elastic=True)
+        check_resumable(checkpoint, saved, *now, is_elastic=True)
 
 
 @pytest.fixture
@@ -306,10 +307,10 @@ def test_a_checkpoint_without_its_run_needs_the_config_that_it_was_trained_with(
 def of_unsloth(whole, tmp_path):
     """A checkpoint whose stamp says that Unsloth wrote it."""
     copy = shutil.copytree(whole.checkpoints / "checkpoint-2", tmp_path / "checkpoint-2")
-    stamp = json.loads((copy / "stamp.json").read_text())
-    then = stamp["config"]
+    facts = json.loads((copy / "stamp.json").read_text())
+    then = facts["config"]
     then["tuning"]["backend"] = "unsloth"
-    (copy / "stamp.json").write_text(json.dumps({**stamp, "backend": "unsloth", "config": then}))
+    (copy / "stamp.json").write_text(json.dumps({**facts, "backend": "unsloth", "config": then}))
     seal.seal(copy)
     return copy
 

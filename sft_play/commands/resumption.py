@@ -1,6 +1,6 @@
 """RESUME: whether a train command resumes the run of its name, and whether it may. No torch."""
 
-import dataclasses
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -142,7 +142,7 @@ def other_rows(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
 
 
 def _with(call: Call, path: str, value: object) -> Call:
-    return dataclasses.replace(call, environ={**call.environ, env_name(path): str(value)})
+    return replace(call, environ={**call.environ, env_name(path): str(value)})
 
 
 def plan_of_resumed(resume_from: str | None) -> RunPlan | None:
@@ -163,7 +163,7 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
     checkpoint = checkpoints.choose(Path(train.resume_from), print, reads_all=False)
     resumed = Resumed(checkpoint, stamp.read(checkpoint))
     resumed.refuse_changes(planned.config, loaded.origin)
-    now = {**stamp.wanted(planned.config), "precision": precision(planned.config)}
+    now = replace(stamp.wanted(planned.config), precision=precision(planned.config))
     saved = stamp.refuse_mismatch(checkpoint, now, train.allow_backend_change)
     ranks = planned.plan.ranks
     check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size, train.elastic)
@@ -173,9 +173,9 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
             if is_ours:
                 checkpoints.remove_leftovers(run.checkpoints, print)
     print(f"resume {checkpoint}")
-    if saved["world_size"] != ranks.world_size:
+    if saved.world_size != ranks.world_size:
         print(
-            f"resume {saved['world_size']} processes are {ranks.world_size} now: every row is "
+            f"resume {saved.world_size} processes are {ranks.world_size} now: every row is "
             "trained once, as before; sums round otherwise, and dropout draws other numbers"
         )
     for change in resumed.changes(planned.config):
@@ -193,8 +193,6 @@ def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
     checkpoint = checkpoints.choose(Path(planned.config.train.resume_from), print, reads_all=False)
     sources = DataFacts.from_json(folder.read_data()).sources
     digests = [source.digest for split in sources.values() for source in split]
-    now = {
-        "data_digest": stamp.digest_of_text(*digests),
-        "effective_batch": planned.plan.layout.rows_per_step,
-    }
-    refuse_other_steps(checkpoint, stamp.read(checkpoint), now)
+    data_digest = stamp.digest_of_text(*digests)
+    rows_per_step = planned.plan.layout.rows_per_step
+    refuse_other_steps(checkpoint, stamp.read(checkpoint), data_digest, rows_per_step)

@@ -105,7 +105,7 @@ def settings_of_model(model: ModelFolder, call: Call) -> RunSettings:
         "train.fp16": is_fp16,
     }
     if (model.path / stamp.NAME).is_file():
-        values["model.add_tokens"] = stamp.read(model.path)["config"]["model"].get("add_tokens")
+        values["model.add_tokens"] = stamp.read(model.path).config["model"].get("add_tokens")
     return _as_layer(values, model.path / ("config.json" if model.base is None else ADAPTER_CONFIG))
 
 

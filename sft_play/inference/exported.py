@@ -136,7 +136,7 @@ def is_current_merge(merged: Path, adapter: Path, dtype: str | None) -> bool:
     """Return whether `merged` is undamaged, and made from this adapter with the requested dtype."""
     if not (merged / stamp.NAME).is_file() or seal.find_damage(merged) is not None:
         return False
-    if read_json(merged / stamp.NAME) != {**read_json(adapter / stamp.NAME), "merged": True}:
+    if stamp.read(merged) != replace(stamp.read(adapter), merged=True):
         return False
     return dtype in (None, read_json(merged / "config.json").get("dtype"))
 

@@ -115,7 +115,7 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
                 raise CheckpointError(
                     f"{folder.path} was not merged: {'. '.join(said)}. {report} has the figures"
                 )
-            stamp.write(best.folder, {**stamp.read(best.adapter), "merged": True})
+            stamp.write(best.folder, replace(stamp.read(best.adapter), merged=True))
             best.folder.rename(work / FILES)
     except SftPlayError as error:
         write_refusal(folder, candidates, refusal or Refusal([mask_secrets(str(error))]))

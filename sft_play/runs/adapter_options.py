@@ -7,7 +7,7 @@ describes. docs/models.md has this table.
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 # Initializations that leave the base as it is
 PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -15,33 +15,21 @@ PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 REPEATED_INITS = ("pissa", "olora")
 
 
-class Option(NamedTuple):
-    """What may be done with an adapter in which an option has another value than PEFT's default."""
-
-    is_loaded: bool  # by eval, infer and chat
-    is_trained: bool  # by train with MODEL_ADAPTER
-    reason: str = ""
-
-
-BY_PEFT_ALONE = Option(True, False, "no setting describes it")
-CHANGES_THE_MODEL = Option(False, False, "it changes how the base computes")
+# Options that a setting describes: an adapter with other values than PEFT's is loaded and trained
 OF_SETTINGS = """
 r lora_alpha lora_dropout use_rslora use_dora target_modules layers_to_transform modules_to_save
 fan_in_fan_out
 """.split()
+# Options that PEFT loads and no setting describes: such an adapter is loaded, and not trained
 OF_PEFT = """
 bias lora_bias exclude_modules layers_pattern rank_pattern alpha_pattern trainable_token_indices
 target_parameters velora_config
 """.split()
+# Options that change how the base computes: such an adapter is refused
 OF_OTHER_MODELS = """
 layer_replication megatron_config alora_invocation_tokens use_qalora monteclora_config use_bdlora
 arrow_config kasa_config
 """.split()
-OPTIONS: dict[str, Option] = {
-    **dict.fromkeys(OF_SETTINGS, Option(True, True)),
-    **dict.fromkeys(OF_PEFT, BY_PEFT_ALONE),
-    **dict.fromkeys(OF_OTHER_MODELS, CHANGES_THE_MODEL),
-}
 # Facts about the adapter, and arguments of its initialization
 IGNORED = frozenset(
     """
@@ -58,17 +46,11 @@ target_parameters
 """.split()
 
 
-def why_not_loaded(config: Mapping[str, Any]) -> str | None:
-    """Return the first option with which an adapter cannot be loaded, why, and what to type."""
-    return _first(config, is_training=False)
+def why_not_usable(config: Mapping[str, Any], is_training: bool) -> str | None:
+    """Return the first option with which an adapter cannot be loaded, why, and what to type.
 
-
-def why_not_trained(config: Mapping[str, Any]) -> str | None:
-    """Return the first option with which an adapter cannot be trained, why, and what to type."""
-    return _first(config, is_training=True)
-
-
-def _first(config: Mapping[str, Any], is_training: bool) -> str | None:
+    If `is_training`, it is to be trained, too.
+    """
     reason = next(_refused(config, is_training), None)
     if reason is None:
         return None
@@ -93,11 +75,15 @@ def _refused(config: Mapping[str, Any], is_training: bool) -> Iterator[str]:
             except re.error as error:
                 yield f"{name}={pattern!r} is not a regular expression ({error})"
     for name, value in config.items():
-        if name in IGNORED or value in USUAL_VALUES:
+        if name in IGNORED or name in OF_SETTINGS or value in USUAL_VALUES:
             continue
-        option = OPTIONS.get(name, Option(False, False, "this option is not known here"))
-        if not (option.is_trained if is_training else option.is_loaded):
-            yield f"{name}={repr(value)[:100]}: {option.reason}"
+        reason = "this option is not known here"
+        if name in OF_OTHER_MODELS:
+            reason = "it changes how the base computes"
+        if name in OF_PEFT:
+            reason = "no setting describes it"
+        if is_training or name not in OF_PEFT:
+            yield f"{name}={repr(value)[:100]}: {reason}"
     targets = config.get("target_modules")
     if is_training and isinstance(targets, str) and targets != "all-linear":
         yield f"target_modules={targets[:100]!r}: no setting describes a pattern"

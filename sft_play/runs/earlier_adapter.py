@@ -11,7 +11,7 @@ from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.runs import stamp
-from sft_play.runs.adapter_options import why_not_trained
+from sft_play.runs.adapter_options import why_not_usable
 from sft_play.runs.files import Json
 from sft_play.runs.model_folder import (
     ADAPTER_CONFIG,
@@ -76,13 +76,13 @@ def settings_of_adapter(named: str, output_dir: Path) -> Layer:
 
 
 def _of_stamp(folder: Path) -> Json:
-    config = Config.of_run(stamp.read(folder)["config"])
+    config = Config.of_run(stamp.read(folder).config)
     return {path: attrgetter(path)(config) for path in (*SHAPE, *OF_RUN)}
 
 
 def _of_config(folder: Path) -> Json:
     config = read_adapter_config(folder)
-    reason = why_not_trained(config)
+    reason = why_not_usable(config, is_training=True)
     if reason is not None:
         raise ConfigError(f"{SETTING}={folder}: {reason}")
     found = {path: config.get(name) for path, name in SHAPE.items()}
@@ -95,8 +95,8 @@ def refuse_other_base(config: Config) -> None:
     if not config.model.adapter or not (folder / stamp.NAME).is_file():
         return
     then = stamp.read(folder)
-    if then["base_digest"] and base.is_dir() and then["base_digest"] != stamp.digest_of_model(base):
+    if then.base_digest and base.is_dir() and then.base_digest != stamp.digest_of_model(base):
         raise ConfigError(
-            f"{SETTING}={folder}: trained on {then['base_model']}, but model.name={base} has "
-            f"different weights; set MODEL_NAME={then['base_model']}"
+            f"{SETTING}={folder}: trained on {then.base_model}, but model.name={base} has "
+            f"different weights; set MODEL_NAME={then.base_model}"
         )

@@ -133,14 +133,6 @@ class RunFolder:
         """Write data.json."""
         write_json(self.path / "data.json", facts)
 
-    def kept_nothing(self) -> bool:
-        """Return whether the run has ended, without weights or a checkpoint to continue from."""
-        report = self.read_report()
-        has_ended = report.state in ("failed", "stopped", "died")
-        has_weights = any((self.path / name).exists() for name in WEIGHTS)
-        has_checkpoint = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
-        return has_ended and not (has_weights or has_checkpoint)
-
     def lacks_weights(self, names: Sequence[str] = WEIGHTS) -> str | None:
         """Return why the run has none of these folders of weights, None if it has one."""
         for name in names:  # stamped last: with its stamp a folder is complete
@@ -210,9 +202,12 @@ def give_up_name(output_dir: Path, run_name: str) -> RunFolder | None:
 
     Returns the folder under its new name, None if the name is free or stays taken.
     """
-    path = output_dir / run_name
-    has_report = (path / "run.json").is_file()
-    if not (RunFolder(path).kept_nothing() if has_report else lock.is_abandoned(path)):
+    run = RunFolder(output_dir / run_name)
+    path = run.path
+    has_ended = run.read_report().state in ("failed", "stopped", "died")
+    if not (path / "run.json").is_file():
+        has_ended = lock.is_abandoned(path)
+    if not has_ended or any((path / name).exists() for name in WEIGHTS) or entries(run.checkpoints):
         return None
     free = (output_dir / f"{run_name}-untrained-{number}" for number in range(1, 1000))
     aside = next((place for place in free if not place.exists()), None)

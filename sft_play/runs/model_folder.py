@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
 from sft_play.runs import seal, stamp
-from sft_play.runs.adapter_options import why_not_loaded
+from sft_play.runs.adapter_options import why_not_usable
 from sft_play.runs.files import Json, read_json
 from sft_play.runs.folder import RunFolder
 
@@ -193,7 +193,7 @@ def read_adapter_config(folder: Path) -> Json:
             f"{path}: {first['loc'][0]}={repr(first['input'])[:100]} ({first['msg']}); get the "
             "adapter again"
         ) from None
-    reason = why_not_loaded(config)
+    reason = why_not_usable(config, is_training=False)
     if reason is not None:
         raise EnvironmentFault(f"{path}: {reason}")
     return config

@@ -62,7 +62,7 @@ class Resumed:
     def then(self) -> Config:
         """The config of the run that wrote it. Raises CheckpointError for another version's."""
         try:
-            return Config.of_run(self.saved["config"])
+            return Config.of_run(self.saved.config)
         except ValidationError as error:
             raise CheckpointError(
                 f"{self.checkpoint}: its stamp has settings of another version "
@@ -164,8 +164,8 @@ def may_change(then: Config, now: Config, saved: stamp.Stamp) -> set[str]:
         free |= QUANTIZATION
     if now.train.allow_backend_change:
         free |= QUANTIZATION | {"tuning.backend"}
-    is_moved = then.model.name != now.model.name and saved.get("base_digest") is not None
-    if is_moved and stamp.wanted(now)["base_digest"] == saved["base_digest"]:
+    is_moved = then.model.name != now.model.name and saved.base_digest is not None
+    if is_moved and stamp.wanted(now).base_digest == saved.base_digest:
         free |= {"model.name"}
     if _has_equal_file(then.model.chat_template, now.model.chat_template):
         free |= {"model.chat_template"}
@@ -185,36 +185,37 @@ def _beside_paths(sources: str | list[str | SourceSection] | None) -> list[Any]:
     return found
 
 
-def refuse_other_steps(checkpoint: Path, saved: stamp.Stamp, now: Mapping[str, Any]) -> None:
+def refuse_other_steps(
+    checkpoint: Path, saved: stamp.Stamp, data_digest: str, effective_batch: int
+) -> None:
     """Refuse to resume if the steps to come would not be those that were left.
 
-    `now` has the data_digest and the effective_batch of the run that continues.
-    Raises: CheckpointError.
+    The digest and the rows per step are those of the run that continues. Raises: CheckpointError.
     """
     step = step_of(checkpoint)
-    if step is not None and saved["global_step"] != step:
+    if step is not None and saved.global_step != step:
         raise CheckpointError(
-            f"{checkpoint}: its stamp has step {saved['global_step']}, so it was renamed, or "
+            f"{checkpoint}: its stamp has step {saved.global_step}, so it was renamed, or "
             "copied over another one; choose another checkpoint"
         )
-    if saved["data_digest"] != now["data_digest"]:
+    if saved.data_digest != data_digest:
         raise CheckpointError(
-            f"{checkpoint}: its run had other rows (digest {saved['data_digest']}, now "
-            f"{now['data_digest']}), so the rows that are left to train are not known. Use the "
+            f"{checkpoint}: its run had other rows (digest {saved.data_digest}, now "
+            f"{data_digest}), so the rows that are left to train are not known. Use the "
             "files that it was trained on, or start a new run without TRAIN_RESUME_FROM"
         )
-    if saved["effective_batch"] != now["effective_batch"]:
-        rows = saved["effective_batch"]
+    if saved.effective_batch != effective_batch:
+        rows = saved.effective_batch
         raise CheckpointError(
             f"{checkpoint}: its run trained {rows} rows per step, and this one would train "
-            f"{now['effective_batch']}; set TRAIN_EFFECTIVE_BATCH_SIZE={rows} "
+            f"{effective_batch}; set TRAIN_EFFECTIVE_BATCH_SIZE={rows} "
             "TRAIN_GRAD_ACCUM=auto"
         )
 
 
 def check_resumable(
     checkpoint: Path,
-    saved: Mapping[str, Any],
+    saved: stamp.Stamp,
     strategy: str,
     world_size: int,
     is_elastic: bool = False,
@@ -226,15 +227,15 @@ def check_resumable(
     optimizer of a full run, whose parts fit any world size; that of adapters is complete. Still,
     another world size is taken only if the user says so (`is_elastic`).
     """
-    is_full = saved.get("mode") == "full"
+    is_full = saved.mode == "full"
     form = _form_of_optimizer(strategy, is_full)
-    saved_form = _form_of_optimizer(saved.get("strategy"), is_full)
-    has_other_world_size = saved.get("world_size") != world_size
+    saved_form = _form_of_optimizer(saved.strategy, is_full)
+    has_other_world_size = saved.world_size != world_size
     if saved_form != form or (form == "deepspeed" and has_other_world_size):
-        saved_by = f"strategy={saved.get('strategy')} world={saved.get('world_size')}"
+        saved_by = f"strategy={saved.strategy} world={saved.world_size}"
         command = "make train or make train-distributed TRAIN_STRATEGY=ddp"
         if saved_form == "deepspeed":
-            command = f"make train-deepspeed NUM_GPUS={saved.get('world_size')}"
+            command = f"make train-deepspeed NUM_GPUS={saved.world_size}"
         elif saved_form == "fsdp":
             command = "make train-distributed TRAIN_STRATEGY=fsdp"
         raise CheckpointError(
@@ -243,8 +244,8 @@ def check_resumable(
         )
     if has_other_world_size and not is_elastic:
         raise CheckpointError(
-            f"{checkpoint}: {saved.get('world_size')} processes trained it, and this run has "
-            f"{world_size}. Continue with NUM_GPUS={saved.get('world_size')}, or set ELASTIC=1. "
+            f"{checkpoint}: {saved.world_size} processes trained it, and this run has "
+            f"{world_size}. Continue with NUM_GPUS={saved.world_size}, or set ELASTIC=1. "
             "Every row is then trained once, as before, but sums round differently and dropout "
             "draws other numbers"
         )
@@ -257,7 +258,7 @@ def check_resumable(
         )
 
 
-def _form_of_optimizer(strategy: str | None, is_full: bool) -> str:
+def _form_of_optimizer(strategy: str, is_full: bool) -> str:
     """Return how the optimizer lies in a checkpoint, a key of FILES_OF_OPTIMIZER."""
     if strategy == "deepspeed" or (strategy == "fsdp" and is_full):
         return strategy

@@ -7,6 +7,7 @@ load something else is refused.
 import hashlib
 import json
 import platform
+from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,28 +15,63 @@ from typing import Any
 import sft_play
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
-from sft_play.runs.files import read_json, write_json
+from sft_play.runs.files import Json, read_json, write_json
 
 NAME = "stamp.json"
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 64
-Stamp = dict[str, Any]  # facts by name, as in stamp.json
 PACKAGES = "torch transformers accelerate peft bitsandbytes deepspeed liger-kernel unsloth".split()
 SHAPE = {"r", "alpha", "dropout", "target_modules", "use_rslora"}  # settings of tuning.lora
-# What a resume must agree on. World size and strategy may change: the trainer checks the optimizer.
-BINDING = """
-backend mode quantisation base_model base_revision base_digest adapter neftune_noise_alpha
-rope_scaling precision tokenizer_digest template_digest
-""".split()
-# Facts without which a stamp says too little; the first ones may be null or empty
+# Facts that may be null or empty in a stamp
 MAY_BE_EMPTY = """
 base_revision base_digest adapter neftune_noise_alpha rope_scaling data_seed deepspeed_digest
 """.split()
-OTHERS = """
-run run_id config dtypes seed data_seed data_digest deepspeed_digest effective_batch global_step
-strategy template versions world_size
-""".split()
-REQUIRED = BINDING + OTHERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binding:
+    """What a resume must agree on.
+
+    World size and strategy may change: the trainer checks the optimizer. The last three facts are
+    None as long as the tokenizer is not loaded.
+    """
+
+    backend: str
+    mode: str
+    quantisation: str
+    base_model: str
+    base_revision: str | None
+    base_digest: str | None  # None for a base on the hub
+    adapter: Json | None  # settings of tuning.lora; None of a full run
+    neftune_noise_alpha: float | None
+    rope_scaling: Json  # the settings that are not null
+    precision: str | None = None
+    tokenizer_digest: str | None = None
+    template_digest: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stamp(Binding):
+    """The facts of stamp.json."""
+
+    run: str
+    run_id: str
+    config: Json  # every setting of the run
+    dtypes: dict[str, list[str]]  # of trained and frozen weights, as they were loaded
+    seed: int
+    data_seed: int | None
+    data_digest: str
+    deepspeed_digest: str | None
+    effective_batch: int  # rows per step
+    global_step: int
+    strategy: str
+    template: str
+    versions: dict[str, str]
+    world_size: int
+    merged: bool = False  # the weights are those of an adapter merged into its base
+
+
+REQUIRED = [field.name for field in fields(Stamp) if field.name != "merged"]
 
 
 def own_version() -> str:
@@ -58,7 +94,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def wanted(config: Config) -> Stamp:
+def wanted(config: Config) -> Binding:
     """Return the part of a stamp that follows only from the config and the base model's files."""
     tuning = config.tuning
     quantisation = "none"
@@ -74,31 +110,32 @@ def wanted(config: Config) -> Stamp:
         lora = tuning.lora
         adapter = {**lora.model_dump(include=SHAPE), **lora.model_dump(exclude_defaults=True)}
     base = Path(config.model.name)
-    return {
-        "backend": tuning.backend,
-        "mode": tuning.mode,
-        "quantisation": quantisation,
-        "base_model": config.model.name,
-        "base_revision": config.model.revision,
-        "base_digest": digest_of_model(base) if base.is_dir() else None,
-        "adapter": adapter,
-        "neftune_noise_alpha": config.train.neftune_noise_alpha,
-        "rope_scaling": config.model.rope_scaling.model_dump(exclude_none=True),
-        "seed": config.train.seed,
-        "data_seed": config.train.data_seed,
-    }
+    return Binding(
+        backend=tuning.backend,
+        mode=tuning.mode,
+        quantisation=quantisation,
+        base_model=config.model.name,
+        base_revision=config.model.revision,
+        base_digest=digest_of_model(base) if base.is_dir() else None,
+        adapter=adapter,
+        neftune_noise_alpha=config.train.neftune_noise_alpha,
+        rope_scaling=config.model.rope_scaling.model_dump(exclude_none=True),
+    )
 
 
 def write(folder: Path, stamp: Stamp) -> None:
     """Stamp a folder of weights, last: its presence says that the files before it are complete."""
-    write_json(folder / NAME, stamp)
+    facts = asdict(stamp)
+    if not stamp.merged:
+        del facts["merged"]
+    write_json(folder / NAME, facts)
 
 
 def read(folder: Path) -> Stamp:
     """Return a folder's stamp. Raises CheckpointError if there is none or it lacks a fact."""
     path = folder / NAME
     try:
-        stamp = read_json(path)
+        facts = read_json(path)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: no {NAME}: not a complete checkpoint or adapter of SFT-Play; choose another"
@@ -107,48 +144,46 @@ def read(folder: Path) -> Stamp:
         raise CheckpointError(
             f"{path}: cannot be read ({error}); choose another checkpoint"
         ) from None
-    lacking = _lacking(stamp)
+    lacking = _lacking(facts)
     if lacking:
         raise CheckpointError(
             f"{path}: has no {', '.join(lacking)}, so it is not known what would be resumed; it "
             "was edited, or written by an older version: choose another checkpoint"
         )
-    return stamp
+    known = {name: facts[name] for name in REQUIRED}
+    return Stamp(**known, merged=facts.get("merged", False))
 
 
-def _lacking(stamp: Any) -> list[str]:
+def _lacking(facts: Any) -> list[str]:
     """Return the facts that a stamp must have and has not."""
-    if not isinstance(stamp, dict):
+    if not isinstance(facts, dict):
         return REQUIRED
     empty: tuple[Any, ...] = (None, "", {}, [])
     return [
         name
         for name in REQUIRED
-        if name not in stamp or (stamp[name] in empty and name not in MAY_BE_EMPTY)
+        if name not in facts or (facts[name] in empty and name not in MAY_BE_EMPTY)
     ]
 
 
-def differences(stamp: Stamp, now: Stamp, then: str = "the checkpoint has") -> list[str]:
+def differences(stamp: Binding, now: Binding, then: str = "the checkpoint has") -> list[str]:
     """Return a sentence for each binding fact in which a stamp differs from what is known now.
 
-    `then` are the words before what the stamp has. The front end knows less than the worker. Two
-    local bases of one digest are the same base,
-    wherever they lie.
+    `then` is the text before what the stamp has. The front end knows less than the worker. Two
+    local bases with the same digest are the same base, wherever they are.
     """
-    digest = stamp["base_digest"]
-    is_moved = digest is not None and digest == now.get("base_digest")
+    is_moved = stamp.base_digest is not None and stamp.base_digest == now.base_digest
     found = []
-    for name in BINDING:
-        if name not in now or stamp[name] == now[name]:
+    for name in (field.name for field in fields(Binding)):
+        saved, current = getattr(stamp, name), getattr(now, name)
+        is_unknown = current is None and name not in MAY_BE_EMPTY  # as yet
+        if saved == current or is_unknown or (name == "base_model" and is_moved):
             continue
-        if name == "base_model" and is_moved:
-            continue
-        saved = _short(stamp[name])
-        found.append(f"{name}: {then} {saved}, this run {_short(now[name])}")
+        found.append(f"{name}: {then} {_short(saved)}, this run {_short(current)}")
     return found
 
 
-def refuse_mismatch(folder: Path, now: Stamp, allow_backend_change: bool = False) -> Stamp:
+def refuse_mismatch(folder: Path, now: Binding, allow_backend_change: bool = False) -> Stamp:
     """Return the stamp of `folder` when a run of which `now` is known may continue from it.
 
     Raises: CheckpointError that lists what differs and what to type instead.
@@ -160,7 +195,7 @@ def refuse_mismatch(folder: Path, now: Stamp, allow_backend_change: bool = False
         differing = [line for line in differing if not line.startswith(allowed)]
     if not differing:
         return stamp
-    same = f"TUNING_BACKEND={stamp['backend']} TUNING_MODE={stamp['mode']}"
+    same = f"TUNING_BACKEND={stamp.backend} TUNING_MODE={stamp.mode}"
     facts = "\n  ".join(differing)
     raise CheckpointError(
         f"{folder} cannot be resumed by this run:\n  {facts}\n"
@@ -170,7 +205,7 @@ def refuse_mismatch(folder: Path, now: Stamp, allow_backend_change: bool = False
     )
 
 
-def refuse_other_base(folder: Path, now: Stamp) -> Stamp:
+def refuse_other_base(folder: Path, now: Binding) -> Stamp:
     """Return the stamp of trained weights whose run still names what they were trained with.
 
     Raises: CheckpointError that lists what differs and what to put back.
@@ -179,15 +214,15 @@ def refuse_other_base(folder: Path, now: Stamp) -> Stamp:
     differing = differences(stamp, now, "trained with")
     if not differing:
         return stamp
-    if stamp["base_digest"] is not None and not Path(now["base_model"]).is_dir():
+    if stamp.base_digest is not None and not Path(now.base_model).is_dir():
         raise CheckpointError(
-            f"{folder}: its base {now['base_model']} is not there; it was moved, or the run was "
+            f"{folder}: its base {now.base_model} is not there; it was moved, or the run was "
             "copied to this machine. Type MODEL_NAME=<folder> with the folder where it is now."
         )
     facts = "\n  ".join(differing)
     raise CheckpointError(
         f"{folder} was not trained with what its run has now:\n  {facts}\n"
-        f"Put back the files of {stamp['base_model']} and the run's config.yaml as they were in "
+        f"Put back the files of {stamp.base_model} and the run's config.yaml as they were in "
         "training, or train again"
     )
 

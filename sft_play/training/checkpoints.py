@@ -12,6 +12,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -61,7 +62,7 @@ def save_checkpoint(
     check_finite(engine.model, step)
     check_finite_optimizer(engine.optimizer, step)
     target = checkpoint_folder(engine, state)
-    with published(target, process, {**run_stamp, "global_step": step}) as staged:
+    with published(target, process, replace(run_stamp, global_step=step)) as staged:
         write_weights(engine, staged)
         write_optimizer(engine, staged)
         torch.save(read_generators(), staged / _random_state_name(process))

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class TrainingLoop:
 
     def __post_init__(self) -> None:
         # the types as loaded: DeepSpeed casts the trained weights
-        self.stamp = {**self.stamp, "dtypes": dtypes_of(self.engine.model)}
+        self.stamp = replace(self.stamp, dtypes=dtypes_of(self.engine.model))
         self.process = self.engine.process
         self.memory = self.step_log.memory
         self.speed = self.step_log.evaluations

@@ -141,10 +141,10 @@ def must_agree(
     found = settings_of(context.config)
     for path in PLACES + DATA_PLACES:
         del found[path]
-    if run_stamp["base_digest"] is not None:
+    if run_stamp.base_digest is not None:
         del found["model.name"]
     for fact in ("base_digest", "tokenizer_digest", "template_digest", "data_digest"):
-        found[fact] = run_stamp[fact]
+        found[fact] = getattr(run_stamp, fact)
     found |= {f"layout.{name}": value for name, value in asdict(context.plan.layout).items()}
     found["strategy"] = context.plan.ranks.strategy
     found["device"] = context.plan.ranks.device

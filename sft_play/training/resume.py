@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,22 +31,29 @@ def make_stamp(
     if template == DEFAULT_TEMPLATE:
         template_name = "built-in"
     vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return {
-        **stamp.wanted(config),
-        "run": context.folder.path.name,
-        "run_id": context.folder.read_report().run_id,
-        "config": config.model_dump(mode="json"),
-        "precision": precision(config),
-        "tokenizer_digest": stamp.digest_of_text(vocabulary),
-        "template_digest": stamp.digest_of_text(template),
-        "template": template_name,
-        "data_digest": stamp.digest_of_text(*data.digests),
-        "world_size": plan.ranks.world_size,
-        "strategy": plan.ranks.strategy,
-        "deepspeed_digest": plan.deepspeed.source_digest if plan.deepspeed else None,
-        "effective_batch": plan.layout.rows_per_step,
-        "versions": {"sft-play": stamp.own_version(), **stamp.versions()},
-    }
+    binding = replace(
+        stamp.wanted(config),
+        precision=precision(config),
+        tokenizer_digest=stamp.digest_of_text(vocabulary),
+        template_digest=stamp.digest_of_text(template),
+    )
+    return stamp.Stamp(
+        **vars(binding),
+        run=context.folder.path.name,
+        run_id=context.folder.read_report().run_id,
+        config=config.model_dump(mode="json"),
+        dtypes={},  # known once the model is loaded
+        seed=config.train.seed,
+        data_seed=config.train.data_seed,
+        data_digest=stamp.digest_of_text(*data.digests),
+        deepspeed_digest=plan.deepspeed.source_digest if plan.deepspeed else None,
+        effective_batch=plan.layout.rows_per_step,
+        global_step=0,
+        strategy=plan.ranks.strategy,
+        template=template_name,
+        versions={"sft-play": stamp.own_version(), **stamp.versions()},
+        world_size=plan.ranks.world_size,
+    )
 
 
 def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | None:
@@ -75,17 +83,17 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
     saved = stamp.refuse_mismatch(checkpoint, run_stamp, train.allow_backend_change)
     Resumed(checkpoint, saved).refuse_changes(context.config)
     check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size, train.elastic)
-    refuse_other_steps(checkpoint, saved, run_stamp)
+    refuse_other_steps(checkpoint, saved, run_stamp.data_digest, run_stamp.effective_batch)
     if process.is_main:
         logger.info("resume from=%s", checkpoint)
-        then = saved["versions"]
-        for name, version in run_stamp["versions"].items():
-            if then.get(name) != version:
+        for name, version in run_stamp.versions.items():
+            then = saved.versions.get(name, "not recorded")
+            if then != version:
                 logger.warning(
                     "%s is %s, and was %s when the checkpoint was saved: sums may round otherwise",
                     name,
                     version,
-                    then.get(name, "not recorded"),
+                    then,
                 )
     return checkpoint
 
@@ -95,7 +103,7 @@ def refuse_other_dtypes(checkpoint: Path, model: torch.nn.Module) -> None:
 
     Otherwise its weights would be rounded silently.
     """
-    then, now = stamp.read(checkpoint)["dtypes"], dtypes_of(model)
+    then, now = stamp.read(checkpoint).dtypes, dtypes_of(model)
     if then != now:
         raise CheckpointError(
             f"{checkpoint}: its weights are {_words(then)}, and this run loaded {_words(now)}; "

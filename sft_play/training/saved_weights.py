@@ -58,7 +58,7 @@ def save_weights(
     """
     weights = context.folder.weights(context.config.tuning.mode)
     step = loop.state.global_step
-    facts = {**loop.stamp, "global_step": step}
+    facts = dataclasses.replace(loop.stamp, global_step=step)
     sealing = published(weights, context.process, facts, keeps_refused=True)
     with context.memory.phase("save"), sealing as staged:
         write_weights(loop.engine, staged)  # a collective under ZeRO-3; one rank writes

@@ -9,7 +9,13 @@ from sft_play.config import invocation, loader
 from sft_play.errors import SftPlayError
 from sft_play.plan import cards
 from sft_play.plan.resolve import resolve
-from sft_play.runs.adapter_options import OPTIONS, PLAIN_INITS, REPEATED_INITS
+from sft_play.runs.adapter_options import (
+    OF_OTHER_MODELS,
+    OF_PEFT,
+    OF_SETTINGS,
+    PLAIN_INITS,
+    REPEATED_INITS,
+)
 
 MODEL = "meta-llama/Llama-3.1-8B"
 BASES: Mapping[str, Mapping[str, str]] = {
@@ -92,9 +98,9 @@ def _adapter_options() -> list[str]:
     """Return the table of PEFT's options in adapters from elsewhere."""
     lines = ["## Adapters from elsewhere", "", "| option of PEFT | eval, infer, chat | train |"]
     lines.append("| --- | --- | --- |")
-    for name, option in OPTIONS.items():
-        cells = ("yes" if is_accepted else "refused" for is_accepted in option[:2])
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    lines += [f"| `{name}` | yes | yes |" for name in OF_SETTINGS]
+    lines += [f"| `{name}` | yes | refused |" for name in OF_PEFT]
+    lines += [f"| `{name}` | refused | refused |" for name in OF_OTHER_MODELS]
     plain = ", ".join(map(str, PLAIN_INITS[:2] + PLAIN_INITS[3:]))
     lines.append(f"| `init_lora_weights`: {plain} | yes | yes |")
     lines.append(f"| `init_lora_weights`: {', '.join(REPEATED_INITS)} | yes | refused |")
