@@ -24,7 +24,6 @@ LEAST_CHANGE = 0.005  # of ROUGE-L that counts as a change, half of the last dig
 LOSS = "loss"
 OF_SOURCE = f"{LOSS}, "  # before the name of a source
 ROUGE_L = "ROUGE-L"
-TITLES = {"rougeL": ROUGE_L}
 ROUNDING = 1e-4  # of the scores of single answers in eval/*.jsonl
 
 Row = tuple[str, str | int]  # what identifies a row, also in another run
@@ -156,7 +155,7 @@ def is_loss(title: str) -> bool:
 
 def title_of(name: str) -> str:
     """Return what a score is called on pages: ROUGE-L, or the name of the metric."""
-    return TITLES.get(name, name)
+    return ROUGE_L if name == "rougeL" else name
 
 
 def changed(title: str, early: Measured | None, late: Measured | None) -> Score:

@@ -14,7 +14,6 @@ from sft_play.runs.files import read_json
 LICENCE_LINE = re.compile(r"^licen[sc]e(?:_name)?:\s*(\S.*?)\s*$", re.MULTILINE)
 LICENCE_FILES = "LICENSE LICENSE.txt LICENSE.md LICENCE COPYING".split()
 CAUSAL = "AutoModelForCausalLM"
-METHOD = "quant_method"
 # else PEFT would put adapters over products in 8 bits
 DEQUANTIZED_BY = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 
@@ -47,7 +46,9 @@ class BaseFacts:
     @property
     def dequantized_by(self) -> str | None:
         """The config of transformers that reads the base as training did, None if it needs none."""
-        return DEQUANTIZED_BY.get((self.config.get("quantization_config") or {}).get(METHOD))
+        return DEQUANTIZED_BY.get(
+            (self.config.get("quantization_config") or {}).get("quant_method")
+        )
 
     @property
     def licence(self) -> str | None:

@@ -16,8 +16,6 @@ from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.tables import aligned
 
-AFTER_SCORES = ("tokens/s", "peak memory", "time", "verdict")
-
 
 @dataclass(frozen=True)
 class SettingDifference:
@@ -155,7 +153,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     """Return a table of the runs, the settings that differ, and how the scores differ."""
     titles = comparison.titles
     with_interval = [f"{title}, 95 % interval" for title in titles[:1]] + titles[1:]
-    headings = ("run", "loss", *with_interval, *AFTER_SCORES)
+    headings = ("run", "loss", *with_interval, "tokens/s", "peak memory", "time", "verdict")
     rows = [headings, *(_cells(run, titles) for run in comparison.runs)]
     lines = [*aligned(rows, left=(0, len(headings) - 1)), "", "settings that differ"]
     for setting in comparison.settings:

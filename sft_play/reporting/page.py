@@ -11,11 +11,11 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, TemplateError
 
 from sft_play.data.images import DAMAGED, IMAGE_FORMATS, encode_small
 from sft_play.data.rows import make_visible
-from sft_play.errors import first_line
+from sft_play.errors import SftPlayError, first_line
 from sft_play.plan.devices import GIB
 from sft_play.progress import duration
 from sft_play.reporting import charts
@@ -138,7 +138,8 @@ def write_report_or_warn(folder: RunFolder) -> None:
     """
     try:
         write_report(folder)
-    except Exception as error:
+    # damaged, missing or foreign files, and values that the page cannot show
+    except (OSError, SftPlayError, ValueError, LookupError, TypeError, TemplateError) as error:
         logger.warning(
             "%s cannot be written: %s; run.json has the end of the run",
             folder.path / "report.html",

@@ -53,13 +53,10 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
     installed transformers lacks an argument.
     """
     train, plan = planned.config.train, planned.plan
-    given = {
-        "output_dir": str(folder.checkpoints),
-        **{name: getattr(train, name) for name in UNCHANGED},
-        **_converted(train, plan),
-        "run_name": folder.name,
-        "report_to": "none",  # training.trackers opens what train.report_to names
-    }
+    given = {name: getattr(train, name) for name in UNCHANGED}
+    given |= _converted(train, plan)
+    # training.trackers opens what train.report_to names
+    given |= {"output_dir": str(folder.checkpoints), "run_name": folder.name, "report_to": "none"}
     unknown = sorted(given.keys() - {field.name for field in fields(TrainingArguments)})
     if unknown:
         raise EnvironmentFault(

@@ -59,9 +59,12 @@ def build_loop(
     process = context.process
     set_seed(arguments.seed)
     speed = EvalSpeedCallback(config.train.eval_time_budget, process)
-    step_log = StepLog(
-        speed, context.memory, flops_counter(context.plan), peak_flops(context.plan), mean_gpus
-    )
+    flops = peak_flops(context.plan)
+    flops_of = None  # FLOPs predict no speed
+    if flops is not None:
+        step = context.plan.step
+        flops_of = functools.partial(step_flops, step.model, step.active_adapter_weights)
+    step_log = StepLog(speed, context.memory, flops_of, flops, mean_gpus)
     order = StepSampler(data.train.lengths, layout, config.epoch_seed)
     events = Events(arguments, model, tokenizer)
     events.add(speed)
@@ -125,14 +128,6 @@ def peak_flops(plan: RunPlan) -> float | None:
     """Return the FLOPS of the planned card's data sheet, None if not known."""
     is_known = plan.card is not None and plan.step.is_gpu and plan.step.is_half
     return plan.card.flops if is_known else None
-
-
-def flops_counter(plan: RunPlan) -> Callable[[Sequence[int], int], float] | None:
-    """Return the function that counts the FLOPs of documents; None if they do not predict speed."""
-    if peak_flops(plan) is None:
-        return None
-    step = plan.step
-    return functools.partial(step_flops, step.model, step.active_adapter_weights)
 
 
 def build_collator(

@@ -119,32 +119,32 @@ def published(
     """
     staged = target.parent / STAGING / target.name
     mark = staged / f".{secrets.token_hex(8)}"
+    is_complete = False
     try:
         staged.mkdir(parents=True, exist_ok=True)
         if process.is_main:
             mark.touch()
         yield staged
         places = process.gather(mark)  # every rank has written the mark
-        is_publisher = process.is_main
-        if process.local_rank == 0 and not places[0].exists():
-            is_publisher = True
+        has_other_disk = process.local_rank == 0 and not places[0].exists()
         process.gather(None)  # every rank has checked for it
         if process.is_main:
             mark.unlink()
-        if is_publisher:
+        if process.is_main or has_other_disk:
             share(staged)
             stamp.write(staged, facts)
             checkpoints.publish(staged, target)
-    except Exception as error:
-        # the user may accept what a check refuses
-        if isinstance(error, SftPlayError) and process.is_main and keeps_refused:
+        is_complete = True
+    except SftPlayError:
+        if process.is_main and keeps_refused:  # the user may accept what a check refuses
             refused = target.with_name(f"{target.name}.refused")
             shutil.rmtree(refused, ignore_errors=True)
             rename(staged, refused)
             logger.warning("what was refused is in %s", refused)
-        # it cannot be used, and run.json needs the space if the disk is full
-        shutil.rmtree(staged, ignore_errors=True)
         raise
+    finally:
+        if not is_complete:  # it cannot be used, and run.json needs the space on a full disk
+            shutil.rmtree(staged, ignore_errors=True)
 
 
 def dtypes_of(model: torch.nn.Module) -> dict[str, list[str]]:

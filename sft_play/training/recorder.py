@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -69,6 +69,7 @@ class RunRecorder:
         self._of_front_end = folder.read_report().timeline or []
         self.report = _first_report(folder, planned)
         self._is_following = False  # another rank failed first
+        self._open_check: str | None = None  # its error ends the run
         self.is_recording_error = False
         self.is_interrupted = False  # by a signal, before a first step
         self._told: str | None = None  # the cause that was already logged
@@ -90,6 +91,8 @@ class RunRecorder:
         if error is None:
             return False
         self.is_recording_error = True
+        if self._open_check is not None and isinstance(error, Exception):
+            self._note_check(Check(self._open_check, passed=False, found=first_line(error)))
         if self._is_following:
             file_only.warning("raised while this rank followed another one", exc_info=error)
             # the broadcast's thread ends the process, unless the store was closed before the thread
@@ -120,7 +123,7 @@ class RunRecorder:
         """Set fields of the report without writing it."""
         self.report = replace(self.report, **changes)
 
-    def note_seconds(self, **seconds: float) -> None:
+    def note_seconds(self, seconds: Mapping[str, float]) -> None:
         """Set the seconds of parts of the run."""
         rounded = {name: round(value, 3) for name, value in seconds.items()}
         self.note(seconds={**self.report.seconds, **rounded})
@@ -129,7 +132,7 @@ class RunRecorder:
         """Record the seconds since the last lap as those of the part `name`."""
         timeline.note(name, self.lap_began)
         now = time.time()
-        self.note(seconds={**self.report.seconds, name: round(now - self.lap_began, 3)})
+        self.note_seconds({name: now - self.lap_began})
         self.lap_began = now
 
     @property
@@ -145,14 +148,13 @@ class RunRecorder:
     @contextlib.contextmanager
     def check(self, name: str, found: str | None = None) -> Iterator[None]:
         """Record a check that the code inside makes: it passes unless that raises an error."""
-        checks = self.report.checks or []
-        self.note(checks=checks)
-        try:
-            yield
-        except Exception as error:
-            checks.append(Check(name, passed=False, found=first_line(error)))
-            raise
-        checks.append(Check(name, passed=True, found=found))
+        self._open_check = name
+        yield
+        self._open_check = None
+        self._note_check(Check(name, passed=True, found=found))
+
+    def _note_check(self, check: Check) -> None:
+        self.note(checks=[*(self.report.checks or []), check])
 
     def finish(
         self, status: str, exit_class: ExitClass, cause: str | None = None, force: bool = False
@@ -161,7 +163,7 @@ class RunRecorder:
         self.exit_class = exit_class
         if cause is not None:
             self._tell_launcher(cause)
-        self.note_seconds(total=time.perf_counter() - self._started)
+        self.note_seconds({"total": time.perf_counter() - self._started})
         self.note(timeline=[*self._of_front_end, *timeline.spans])
         self.note(status=status, exit_class=int(exit_class), cause=cause)
         self.note(global_step=self.global_step)

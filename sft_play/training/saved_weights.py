@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sft_play import timeline
-from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.reference import Reference, make_reference
 from sft_play.evaluation.reopened import folder_of_run, reopen
@@ -34,7 +33,6 @@ from sft_play.models.sharding import own_part
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import read_json, write_text
-from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 from sft_play.training.checkpoints import published, write_weights
 from sft_play.training.context import RunContext
@@ -90,18 +88,16 @@ def check_and_describe(
     status = "done" if is_complete else "stopped"
     step = loop.state.global_step
     report = dataclasses.replace(recorder.report, status=status, global_step=step)
-    weights = context.folder.weights(mode)
-    describe_weights(staged, weights, context.config, loop, report)
+    describe_weights(context, loop, staged, report)
     reopen_saved(staged, context, loop, recorder)
 
 
 def describe_weights(
-    staged: Path, weights: Path, config: Config, loop: TrainingLoop, report: RunReport
+    context: RunContext, loop: TrainingLoop, staged: Path, report: RunReport
 ) -> None:
-    """Write descriptions for programs and people into `staged`, which will be `weights`."""
-    tokenizer = loop.engine.tokenizer
-    own = stops_of(loop.engine.model)
-    stops = trained_stops(loop.rows.samples, tokenizer, own)
+    """Write descriptions of the weights in `staged`, for programs and people."""
+    config, tokenizer = context.config, loop.engine.tokenizer
+    stops = trained_stops(loop.rows.samples, tokenizer, stops_of(loop.engine.model))
     if config.tuning.mode == "full":
         dtype = weight_dtype(config, loop.process.compute_dtype)
         write_config(config, loop.engine.model, staged, dtype, unties=False)
@@ -109,7 +105,8 @@ def describe_weights(
     copy_processors(config, staged)
     write_stops(staged, stops, tokenizer, loop.engine.model)
     write_rope_beside_adapter(config, loop.engine.model.config, staged)
-    facts = RunFacts.read(RunFolder(weights.parent), report)
+    facts = RunFacts.read(context.folder, report)
+    weights = context.folder.weights(config.tuning.mode)
     card = card_text(facts, config, saved_stops(stops, tokenizer), weights)
     write_text(staged / "README.md", card)
 

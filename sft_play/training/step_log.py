@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
     def since(self, before: "Work") -> "Work":
         """Return the work between two points in time."""
-        return Work(*(now - then for now, then in zip(self, before, strict=True)))
+        return Work._make(now - then for now, then in zip(self, before, strict=True))
 
 
 @dataclass(frozen=True)

@@ -295,9 +295,11 @@ def finish(recorder: RunRecorder, loop: TrainingLoop, stopped: str | None) -> No
     report = recorder.report
     peaks = loop.memory.peaks_over_ranks(report.memory.predicted)
     recorder.note_seconds(
-        train=steps.train_seconds,
-        first_step=steps.first_step_seconds,
-        evaluate=loop.speed.seconds,
+        {
+            "train": steps.train_seconds,
+            "first_step": steps.first_step_seconds,
+            "evaluate": loop.speed.seconds,
+        }
     )
     recorder.update(
         global_step=step,
