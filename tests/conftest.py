@@ -8,7 +8,9 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from copy import deepcopy
+from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +21,9 @@ from architecture_table import TableWriter
 from fake_nvml import plant  # noqa: F401 (a fixture)
 from run_files import run_json
 
+# For this process and for all that it starts: compiling the package anew takes a second each time
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Before torch: threads that spin while they wait starve each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "PYTEST_XDIST_WORKER" in os.environ:  # one test process a core
@@ -89,6 +94,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs an NVIDIA GPU")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def same_answers() -> None:
+    """Compute once what does not change: versions of packages, PEFT's card, and parsed YAML.
+
+    Each run asks for each of them several times, which takes a tenth of its time.
+    """
+    import yaml
+    from jinja2 import Environment
+
+    metadata.version = cache(metadata.version)
+    load_yaml = yaml.safe_load
+    load_text_once = cache(load_yaml)
+
+    def load(stream: Any) -> Any:
+        return deepcopy(load_text_once(stream)) if isinstance(stream, str) else load_yaml(stream)
+
+    yaml.safe_load = load
+    compile_template = Environment.compile
+    compile_once = cache(compile_template)
+
+    def compile_shared(environment: Environment, *args: Any, **kwargs: Any) -> Any:
+        # shared environments are those of jinja2.Template, which nothing changes
+        chosen = compile_once if environment.shared else compile_template
+        return chosen(environment, *args, **kwargs)
+
+    Environment.compile = compile_shared
+
+
 def freeze() -> None:
     """Leave what is alive out of later garbage collections: imports hold a million objects."""
     gc.collect()
@@ -114,7 +147,7 @@ KEEP_FORKS = (
     "faults",
     "odd_inputs",
     "data_pipeline",
-    "data_tokenizer",
+    "data_tokenizer.py",
     "stops",
 )
 
@@ -278,6 +311,7 @@ def settings_of(tiny_base, rows) -> Callable[..., dict[str, object]]:
         "train.warmup_steps": 0,
         "train.logging_steps": 1,
         "train.save_strategy": "no",
+        "train.predict_with_generate": False,
         "train.generation_max_rows": 4,
         "train.generation_max_new_tokens": 8,
         "train.reopen_saved": False,  # a process that imports transformers again takes seconds
@@ -310,7 +344,8 @@ def traces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_run(settings_of, tmp_path_factory) -> Callable:
     """A function that plans a run on the CPU as `make train` does, up to the launch, and returns its folder.
 
-    Without `may_trace` a model unlike Llama is guessed, as one is that cannot be traced.
+    Without `may_trace` a model unlike Llama is guessed, as one is that cannot be traced. Rows that
+    are tokenized, traces and proofs of kernels are those of earlier runs: all share a cache.
     """
     from sft_play.commands import call as calls
     from sft_play.commands import train as training
@@ -319,13 +354,18 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
     from sft_play.plan import counting
     from sft_play.runs.resumed import AskedRun
 
+    cache_dir = tmp_path_factory.mktemp("cache")
+
     def plan(
         changes: dict[str, object],
         num_gpus: int = 1,
         deepspeed_config: str | None = None,
         may_trace: bool = True,
     ):
-        settings = settings_of({"train.output_dir": tmp_path_factory.mktemp("out"), **changes})
+        folders = {"train.output_dir": tmp_path_factory.mktemp("out")}
+        if not changes.get("train.probe"):  # a run takes what a probe of an earlier one measured
+            folders["data.cache_dir"] = cache_dir
+        settings = settings_of({**folders, **changes})
         words = tuple(
             f"{name}={'null' if value is None else value}" for name, value in settings.items()
         )
@@ -381,9 +421,13 @@ def finished(plan_run, run_worker) -> Callable:
 
     def run(mode: str):
         if mode not in runs:
-            runs[mode] = plan_run(
-                {"tuning.mode": mode, "train.save_strategy": "steps", "train.save_steps": 2}
-            )
+            changes = {
+                "tuning.mode": mode,
+                "train.save_strategy": "steps",
+                "train.save_steps": 2,
+                "train.predict_with_generate": True,
+            }
+            runs[mode] = plan_run(changes)
             assert run_worker(runs[mode]) == 0, run_json(runs[mode])["cause"]
         return runs[mode]
 
@@ -453,6 +497,7 @@ def counting_run(plan_run, run_worker, taught_base):
             "model.name": taught_base,
             "train.learning_rate": 1e-5,
             "train.max_steps": 1,
+            "train.predict_with_generate": True,
             "train.generation_max_new_tokens": "auto",
         }
     )

@@ -37,6 +37,7 @@ STEPS = {
     "train.batch_size": 2,
     "train.learning_rate": 1e-3,
     "train.save_strategy": "no",
+    "train.predict_with_generate": True,
 }
 STAGE = {2: "configs/deepspeed_zero2.json", 3: "configs/deepspeed_zero3.json"}
 
@@ -270,8 +271,7 @@ def test_settings_of_ddp_reach_its_wrapper_and_the_process_group(plan_run):
         "ddp_timeout": 77,
     }
     folder = plan_run(
-        {f"train.{name}": value for name, value in settings.items()}
-        | {"train.predict_with_generate": False},
+        {f"train.{name}": value for name, value in settings.items()} | {"train.max_steps": 1},
         num_gpus=2,
     )
     train_on_two(folder, note_ddp_settings, folder.path)

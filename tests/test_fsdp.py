@@ -31,6 +31,7 @@ SETTINGS = {
     "train.eval_steps": 3,  # an evaluation leaves weights whole, a save frees those of one rank
     "train.gradient_checkpointing": True,
     "train.probe": True,
+    "train.predict_with_generate": True,
     "tuning.lora.dropout": 0.1,
 }
 LONG = [long(mode) for mode in ("qlora", "float8", "full")]
@@ -198,7 +199,7 @@ def compare_quantized(folder: Path, seen: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type, mode", [("llama", "qlora"), ("gpt_oss", "qlora"), ("llama", "float8")]
+    "model_type, mode", [("llama", "qlora"), long("gpt_oss", "qlora"), long("llama", "float8")]
 )
 def test_a_quantized_base_is_divided_as_it_is_read(base_of, tmp_path, model_type, mode):
     output = tmp_path / "output.txt"

@@ -55,6 +55,7 @@ def seen(plan_run, run_worker, pictures, tokenizer, tmp_path_factory) -> RunFold
         "data.train_path": pictures / "rows.jsonl",
         "data.val_path": pictures / "rows.jsonl",
         "data.on_overlap": "allow",
+        "train.predict_with_generate": True,
         "train.max_steps": 8,  # from random weights, until it is better than a guess
     }
     folder = plan_run(changes, may_trace=False)

@@ -34,6 +34,7 @@ def answering(plan_run, run_worker, taught_base):
         {
             "model.name": taught_base,
             "train.learning_rate": 1e-4,
+            "train.predict_with_generate": True,
             "train.generation_max_new_tokens": 24,
         }
     )
@@ -98,6 +99,7 @@ def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
         "tuning.mode": mode,
         "train.bf16": True,
         "train.max_steps": 6,
+        "train.predict_with_generate": True,
         "train.generation_max_new_tokens": 48,
         "train.generation_max_rows": None,
     }

@@ -94,6 +94,7 @@ def trained(base, plan_run, run_worker, opens_here):
                     "model.name": base,
                     "tuning.mode": mode,
                     "train.learning_rate": 1e-5,
+                    "train.predict_with_generate": True,
                     "train.generation_max_new_tokens": LIMIT,
                 }
             )

@@ -157,6 +157,7 @@ def test_a_placed_model_trains_and_resumes_as_a_whole_one(
         "train.max_steps": 4,
         "train.learning_rate": 1e-3,
         "train.gradient_checkpointing": True,
+        "train.predict_with_generate": True,
         "train.save_strategy": "steps",
         "train.save_steps": 2,
     }

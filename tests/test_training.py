@@ -136,7 +136,8 @@ def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
 
 
 def test_losses_and_scores_are_written_for_tensorboard(plan_run, run_worker, losses_of):
-    folder = plan_run({"train.eval_strategy": "steps", "train.eval_steps": 2})
+    scored = {"train.eval_steps": 2, "train.predict_with_generate": True}
+    folder = plan_run({"train.eval_strategy": "steps", **scored})
     assert run_worker(folder) == 0
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()

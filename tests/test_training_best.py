@@ -48,6 +48,7 @@ def worsened(plan_run, run_worker, taught_base):
             "train.eval_steps": 1,
             "train.save_strategy": "steps",
             "train.save_steps": 1,
+            "train.predict_with_generate": True,
             "train.metrics": "exact_match",
             "train.early_stopping_patience": 2,
             "train.load_best_model_at_end": True,

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from marks import long
 from rank_processes import train_on_two
 from run_files import run_json
 
@@ -18,7 +19,8 @@ ENDS = ("before.jsonl", "after.jsonl", "before.losses.jsonl", "after.losses.json
 def hurried(monkeypatch, plan_run, run_worker):
     """A finished run in which no evaluation is free: its few steps leave time for some rows."""
     monkeypatch.setattr(held_out, "FREE_SECONDS", 0.0)
-    folder = plan_run({"train.max_steps": 2, "train.eval_time_budget": 0.01})
+    budget = {"train.eval_time_budget": 0.01, "train.predict_with_generate": True}
+    folder = plan_run({"train.max_steps": 2, **budget})
     assert run_worker(folder) == 0
     return folder
 
@@ -43,7 +45,8 @@ def test_a_sample_is_scored_before_and_after_training_if_all_rows_would_take_too
 
 def test_all_rows_are_scored_without_a_budget(monkeypatch, plan_run, run_worker):
     monkeypatch.setattr(held_out, "FREE_SECONDS", 0.0)
-    folder = plan_run({"train.max_steps": 1, "train.eval_time_budget": None})
+    budget = {"train.eval_time_budget": None, "train.predict_with_generate": True}
+    folder = plan_run({"train.max_steps": 1, **budget})
     assert run_worker(folder) == 0
     scored = run_json(folder)["metrics"]["after"]
     all_rows = folder.read_report().rows("validation")["samples"]
@@ -67,7 +70,7 @@ def leave_no_evaluation_free():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", long("fsdp")])
 def test_ranks_score_the_same_sample(plan_run, strategy):
     changes = {"train.max_steps": 2, "train.eval_time_budget": 0.01, "train.strategy": strategy}
     folder = plan_run(changes, num_gpus=2)
