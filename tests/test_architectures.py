@@ -30,10 +30,13 @@ from sft_play.training.isolation import check_cross_document
 NEVER_PACKED = ("bloom",)
 
 
-# Of experts behind attention that other types have, too; `make test-architectures` trains them all
+# Types with experts after attention that other types have, too. `make test-architectures` trains all
 REPEATED = (
     *("deepseek_v2", "dots1", "ernie4_5_moe", "exaone_moe", "glm4_moe", "granitemoe", "lfm2_moe"),
-    "qwen3_5_moe",
+    *("qwen3_5_moe", "olmoe", "mixtral"),
+    # and dense ones, whose layers are those of others with another norm, bias or scale
+    *("ministral", "ministral3", "seed_oss", "smollm3", "hunyuan_v1_dense", "exaone4", "olmo2"),
+    *("gemma", "starcoder2", "qwen3", "bamba", "gpt_neox"),
 )
 TRIED_TYPES = [
     pytest.param(name, marks=[pytest.mark.long] * (name in REPEATED))

@@ -127,11 +127,12 @@ def test_a_resumed_run_is_the_one_that_never_stopped(finished):
     "strategy, mode",
     [
         ("fsdp", "full"),
-        pytest.param("fsdp", "lora", marks=LONG),
-        pytest.param("zero2", "lora", marks=LONG),
-        pytest.param("ddp", "qlora", marks=LONG),
+        ("fsdp", "lora"),
+        ("zero2", "lora"),
+        ("ddp", "qlora"),
     ],
 )
+@pytest.mark.long
 def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode):
     settings = {"tuning.mode": mode, "train.gradient_checkpointing": True}
     in_tiles = finished(strategy, 2, prepare=in_small_tiles, **settings)

@@ -33,7 +33,8 @@ def bench(saved, plan_run, run_worker, settings_of, uninterrupted, tmp_path, req
 LONG_WITHOUT_GUARD = (
     *("size-tiny-rows", "size-marks", "size-blank-gzip", "size-sheet"),
     *("hostile-memory", "hostile-slow-tokenizer", "hostile-long-token", "hostile-size"),
-    "hostile-many-tokens",
+    *("hostile-many-tokens", "hostile-stop", "hostile-letter", "arrow-nulls", "nan-loss"),
+    "pickled-optimizer",
 )
 
 

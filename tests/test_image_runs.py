@@ -96,9 +96,8 @@ def losses(folder: RunFolder) -> list[float]:
     return [entry["loss"] for entry in run_json(folder)["loss"]]
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp", pytest.param("fsdp", marks=LONG), pytest.param("zero2", marks=LONG)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_two_ranks_train_as_one(finished, strategy):
     alone, two = finished(), finished(strategy)
     assert run_json(two)["world_size"] == 2
@@ -130,7 +129,7 @@ def test_prepared_by_processes_of_their_own(finished):
     ("mode", "strategy"),
     [
         ("lora", "single"),
-        ("full", "single"),
+        pytest.param("full", "single", marks=LONG),
         pytest.param("lora", "ddp", marks=LONG),
         pytest.param("lora", "fsdp", marks=LONG),
         pytest.param("full", "ddp", marks=LONG),

@@ -116,6 +116,7 @@ def test_an_install_takes_torch_from_its_own_index_and_goes_on_where_one_was_cut
     assert script(project, "tiny") == "1.0\n"
 
 
+@pytest.mark.long
 def test_another_transformers_is_installed_where_it_is_asked_for_and_stays_until_make_install(
     project,
 ):

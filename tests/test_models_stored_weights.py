@@ -197,7 +197,7 @@ def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch):
     [
         long("fp8_block", "lora"),  # as qlora, but for the packing
         ("fp8_block", "qlora"),
-        ("fp8_tensor", "full"),
+        long("fp8_tensor", "full"),
         long("bnb_4bit", "qlora"),  # as fp8_block, but for the unpacking
         ("mxfp4", "lora"),
     ],

@@ -64,7 +64,7 @@ def check_same(one: RunFolder, other: RunFolder) -> None:
     [
         {"tuning.mode": "lora", "tuning.lora.trainable_tokens": "<|user|>"},
         long({"tuning.mode": "qlora"}),
-        {"tuning.mode": "full"},
+        long({"tuning.mode": "full"}),
     ],
     ids=["lora", "qlora", "full"],
 )
@@ -336,6 +336,7 @@ def test_a_step_that_the_fit_took_for_too_small_gives_way_to_a_smaller_one(
     )  # 2 rows were expected to take 1.5 and take 2.5 GiB, 1.6 with a layer checkpointed
 
 
+@pytest.mark.long
 def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake):
     plain, folder = (
         plan_run({**FREE, "model.max_seq_len": 64, "train.packing": True, "train.probe": is_probed})

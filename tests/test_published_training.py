@@ -115,7 +115,7 @@ def test_every_type_trains_or_says_why_not(model_type):
     [
         ("gemma3", "full"),
         long("qwen3_5", "full"),
-        ("qwen3_5_moe", "lora"),
+        long("qwen3_5_moe", "lora"),
         ("mistral3", "qlora"),
         long("llama4", "lora"),
     ],

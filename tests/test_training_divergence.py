@@ -88,7 +88,7 @@ def test_random_weights_that_end_near_a_guess_have_learned_where_held_out_rows_s
         watch.finalize(10, after=12.7)
 
 
-@pytest.mark.parametrize("steps, end", [(30, "since step"), (6, "at the end, step 6")])
+@pytest.mark.parametrize("steps, end", [long(30, "since step"), (6, "at the end, step 6")])
 def test_a_run_that_forgets_all_it_knew_is_diverged_and_not_done(
     plan_run, run_worker, taught_base, steps, end
 ):
@@ -236,7 +236,7 @@ def test_a_loss_that_is_nan_after_the_best_weights_ends_training_and_they_are_pu
     assert names == ["checkpoint-2", "checkpoint-4"]
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("mode", [long("full"), "lora"])
 def test_a_run_whose_weights_stay_as_they_were_does_not_end_green(plan_run, run_worker, mode):
     folder = plan_run({"tuning.mode": mode, "train.learning_rate": 1e-60, "train.max_steps": 2})
     assert run_worker(folder) == ExitClass.DIVERGED

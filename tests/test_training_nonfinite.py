@@ -38,7 +38,9 @@ def test_the_gradients_of_a_loss_that_is_not_finite_are_nan_and_others_keep_thei
     assert torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", long("adamw_torch"), "adamw_8bit", "sgd"])
+@pytest.mark.parametrize(
+    "optim", ["adamw_torch_fused", long("adamw_torch"), "adamw_8bit", long("sgd")]
+)
 def test_a_skipped_step_changes_neither_weights_nor_optimizer(
     plan_run, run_worker, poisoned, optim, caplog
 ):

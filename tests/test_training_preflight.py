@@ -66,6 +66,7 @@ def test_two_machines_with_other_settings_end_with_both_values(plan_run):
     assert all(cause.startswith(said) for cause in causes(folders))
 
 
+@pytest.mark.long
 def test_two_machines_with_other_rows_end_with_the_class_of_data(plan_run, rows, tmp_path):
     fewer = tmp_path / "fewer.jsonl"
     fewer.write_text("".join(rows["train"].read_text().splitlines(keepends=True)[:8]))
@@ -74,6 +75,7 @@ def test_two_machines_with_other_rows_end_with_the_class_of_data(plan_run, rows,
     assert all(f"rank 1 on {HOST}: data_digest is " in cause for cause in causes(folders))
 
 
+@pytest.mark.long
 def test_the_same_rows_at_another_place_are_the_same(plan_run, rows, tmp_path):
     copy = shutil.copy(rows["train"], tmp_path / "copy.jsonl")
     places = {"data.train_path": copy, "data.image_folder": str(tmp_path)}
