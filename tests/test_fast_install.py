@@ -175,8 +175,9 @@ def gap(
     return max(*gradients, abs(one[0] - two[0]) / abs(one[0]))
 
 
-# without adapters these differ in their norms, projections and windows; the others are like them
+# these differ in their norms, projections and windows; the others are like them
 FULL = ("llama-bias", "gemma3", "phi3-partial", "qwen2-window")
+OF_EACH_KIND = [*FULL, *(long(name) for name in MODELS if name not in FULL)]
 NAMES_AND_MODES = [
     *((name, "lora") for name in MODELS),
     *((name, "full") for name in FULL),
@@ -184,14 +185,31 @@ NAMES_AND_MODES = [
 ]
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("name, mode", NAMES_AND_MODES)
-def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(name, is_packed, mode):
+def compare_steps(name: str, mode: str, is_packed: bool) -> None:
+    """Assert that a fast step has the loss and the gradients of a plain one."""
     model = plain_model(name, mode)
     plain = step(model, is_packed)
     make(model, mode)
     names_boundaries = fused_kernels_of(model).reads_boundaries
     assert gap(plain, step(model, is_packed, names_boundaries)) <= SAME
+
+
+@pytest.mark.parametrize("name, mode", NAMES_AND_MODES)
+def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(name, mode):
+    compare_steps(name, mode, is_packed=True)
+
+
+@pytest.mark.parametrize(
+    "name, mode",
+    [
+        ("llama", "lora"),
+        ("phi3-partial", "lora"),
+        ("gemma3", "full"),
+        *(long(name, mode) for name in MODELS for mode in ("lora", "full")),
+    ],
+)
+def test_a_fast_step_of_padded_rows_does_too(name, mode):
+    compare_steps(name, mode, is_packed=False)
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"])
@@ -205,8 +223,13 @@ def test_documents_in_one_row_train_the_same(name):
     assert len(batch["input_ids"]) == 1 and batch["input_ids"].shape[1] > 2 * MAX_SEQ_LEN
 
 
-@pytest.mark.parametrize("fast_path", ["auto", "false"])
-@pytest.mark.parametrize("model_type", sorted(LLAMA_LIKE - {"gemma3"}))  # its text: gemma3_text
+@pytest.mark.parametrize(
+    "model_type, fast_path",
+    [
+        *((each, "auto") for each in sorted(LLAMA_LIKE - {"gemma3"})),  # its text: gemma3_text
+        ("llama", "false"),
+    ],
+)
 def test_a_plan_knows_which_models_take_one_row(model_type, fast_path, tmp_path):
     model = plain_model(model_type.removesuffix("_text"))
     make(model, fast_path=False if fast_path == "false" else "auto")
@@ -266,6 +289,7 @@ def deep_mixture(experts: int = 32, layers: int = 24) -> Any:
     return tiny_model("gpt_oss", dtype=torch.bfloat16, **changes)
 
 
+@pytest.mark.long
 def test_rounding_in_a_deep_mixture_is_no_document_that_is_seen():
     """A document by itself took 1.4 of 7.2 for that: other kernels, so other experts."""
     model = lora.add_adapters(deep_mixture(), settings()).train()
@@ -287,7 +311,7 @@ def test_the_comparison_of_steps_sees_what_is_wrong(break_it):
     assert gap(plain, step(model, is_packed=True, names_boundaries=True)) > 1e-3
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_evaluation_and_generation_are_the_same_to_the_bit(name):
     model = plain_model(name).eval()
     padded = batches(False, False)[0]
@@ -333,7 +357,7 @@ def test_all_layers_are_run_on_few_tokens_where_they_keep_activations():
     assert 0 < max(kept) < 50
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_EACH_KIND)
 def test_documents_are_kept_apart_by_fast_attention(name):
     model = plain_model(name)
     make(model)
