@@ -28,22 +28,8 @@ def bench(saved, plan_run, run_worker, settings_of, uninterrupted, tmp_path, req
     return Bench(tmp_path, plan_run, run_worker, saved, settings, taught, uninterrupted)
 
 
-# Rows that take a second and more without their guard: it is taken away in `make test-faults` and
-# `make test-long`
-LONG_WITHOUT_GUARD = (
-    *("size-tiny-rows", "size-marks", "size-blank-gzip", "size-sheet"),
-    *("hostile-memory", "hostile-slow-tokenizer", "hostile-long-token", "hostile-size"),
-    *("hostile-many-tokens", "hostile-stop", "hostile-letter", "arrow-nulls", "nan-loss"),
-    "pickled-optimizer",
-)
-
-
-def of_tier(is_quick: bool, long: tuple[str, ...] = ()) -> list:
-    return [
-        pytest.param(row, id=row.name, marks=[pytest.mark.long] * (row.name in long))
-        for row in FAULTS
-        if row.is_quick == is_quick
-    ]
+def of_tier(is_quick: bool) -> list:
+    return [pytest.param(row, id=row.name) for row in FAULTS if row.is_quick == is_quick]
 
 
 def check_met(row: Fault, bench: Bench) -> None:
@@ -65,7 +51,8 @@ def test_a_fault_is_met_as_the_table_says(row, bench):
     check_met(row, bench)
 
 
-@pytest.mark.parametrize("row", of_tier(is_quick=True, long=LONG_WITHOUT_GUARD))
+@pytest.mark.long
+@pytest.mark.parametrize("row", of_tier(is_quick=True))
 def test_without_its_guard_a_fault_breaks_its_contract(row, bench):
     check_broken(row, bench)
 

@@ -212,7 +212,8 @@ def test_a_quantized_base_is_divided_as_it_is_read(base_of, tmp_path, model_type
         assert held < 0.3 * total, "only norms, biases and routers are there"
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", long("zero3")])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_a_head_of_its_own_is_trained_under_every_strategy(
     plan_run, run_worker, base_of, tmp_path, strategy
 ):

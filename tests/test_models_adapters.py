@@ -119,6 +119,7 @@ def test_the_plan_of_qlora_counts_and_says_the_same(untied_base):
     check_plan(untied_base, "qlora", {"use_dora": True, "modules_to_save": ["norm", "lm_head"]})
 
 
+@pytest.mark.long
 def test_the_plan_covers_what_peft_keeps_of_a_token_for_dora(tmp_path):
     LlamaConfig(
         vocab_size=512,

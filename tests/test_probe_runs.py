@@ -407,11 +407,9 @@ def run_on(folder: RunFolder, **memory: list[float]) -> int:
     return report["exit_class"]
 
 
-ENGINES = [("ddp", "lora"), long(2, "lora"), long(3, "full")]
-
-
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("engine, mode", ENGINES)
+@pytest.mark.parametrize("engine, mode", [("ddp", "lora"), (2, "lora"), (3, "full")])
 def test_probed_ranks_are_the_ranks_that_were_not(plan_run, engine, mode):
     changes, path = (
         {**SAME, "tuning.mode": mode, "train.grad_accum": 2},

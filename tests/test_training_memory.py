@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import long
 from rank_processes import run_two, run_two_workers
 from run_files import run_json
 from torch import distributed
@@ -219,8 +218,9 @@ def note_phases(folder: Path) -> None:
     MemoryMeter.enter = note
 
 
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("stage, mode", [long(2, "lora"), (2, "full"), long(3, "full")])
+@pytest.mark.parametrize("stage, mode", [(2, "lora"), (2, "full"), (3, "full")])
 def test_zero_steps_within_its_backward_pass_and_holds_what_was_predicted(plan_run, stage, mode):
     settings = {
         "tuning.mode": mode,

@@ -343,6 +343,7 @@ def test_each_schedule_and_optimizer_steps_as_the_oracle(workshop):
     check(workshop, SAMPLE, ranks=1)
 
 
+@pytest.mark.long
 def test_two_ranks_step_as_the_oracle(workshop):
     check(workshop, [("cosine", "adamw_torch_fused")], ranks=2)
 
