@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import long
 from run_files import run_json
 from transformers import get_scheduler
 
@@ -46,8 +47,12 @@ def logged_rates(folder) -> list[float]:
     return [step.learning_rate for step in folder.read_report().history if step.learning_rate]
 
 
-@pytest.mark.parametrize("warmup", [0, 3])
-@pytest.mark.parametrize(("kind", "written", "options"), CASES)
+# every other schedule has a warm-up in `make test`
+QUICK = [(*case, 3 * (number % 2)) for number, case in enumerate(CASES)]
+LONG = [long(*case, 3 * (number % 2 == 0)) for number, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize("kind, written, options, warmup", [*QUICK, *LONG])
 def test_each_step_has_the_rate_of_transformers(
     kind, written, options, warmup, plan_run, build_loop
 ):

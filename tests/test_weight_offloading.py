@@ -135,7 +135,7 @@ def test_rounded_weights_are_the_same_too(base):
 
 
 KINDS = ["sliding_attention", "full_attention"] * 3
-OTHERS = [long("qwen3_moe", "lora", {}), ("gpt_oss", "qlora", {"layer_types": KINDS[:LAYERS]})]
+OTHERS = [("qwen3_moe", "lora", {}), long("gpt_oss", "qlora", {"layer_types": KINDS[:LAYERS]})]
 
 
 @pytest.mark.parametrize("model_type, mode, changes", OTHERS)
