@@ -61,18 +61,6 @@ def _load(x, columns, offsets, features, has_columns: tl.constexpr):
 
 
 @triton.jit
-def quantize_row(
-    x, columns, values, scale, features, has_columns: tl.constexpr, block: tl.constexpr
-):
-    """Write a row of x in float8."""
-    for start in range(0, features, block):
-        offsets = start + tl.arange(0, block)
-        value = _load(x, columns, offsets, features, has_columns)
-        scaled = in_range(value, scale).to(values.dtype.element_ty)
-        tl.store(values + offsets, scaled, offsets < features)
-
-
-@triton.jit
 def _quantize(
     x, columns, values, scales, stride, features, has_columns: tl.constexpr, block: tl.constexpr
 ):
@@ -85,7 +73,12 @@ def _quantize(
         largest = tl.maximum(largest, tl.abs(value))
     scale = scale_of(tl.max(largest, 0))
     tl.store(scales + row, scale)
-    quantize_row(x, columns, values + row * features, scale, features, has_columns, block)
+    values += row * features
+    for start in range(0, features, block):
+        offsets = start + tl.arange(0, block)
+        value = _load(x, columns, offsets, features, has_columns)
+        scaled = in_range(value, scale).to(values.dtype.element_ty)
+        tl.store(values + offsets, scaled, offsets < features)
 
 
 @triton.jit

@@ -44,7 +44,6 @@ from sft_play.models.fast.linears.glu import (
     activation_of,
     glu_backward,
     glu_forward,
-    widen,
 )
 from sft_play.models.partitioned import gathered
 
@@ -118,7 +117,8 @@ class ClampedGlu(Glu):
 
     def reference(self, y: Tensor) -> Tensor:
         """Return h (S, I) of y (S, 2 I), rounded once."""
-        gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
+        wide = torch.promote_types(y.dtype, torch.float32)
+        gate, up = y.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit)
         return ((up + 1) * gate * torch.sigmoid(self.alpha * gate)).to(y.dtype)
@@ -126,11 +126,12 @@ class ClampedGlu(Glu):
     def reference_gradients(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
         """Return what `backward` does."""
         alpha, limit = self.alpha, self.limit
-        gate, up = widen(y).unflatten(-1, (-1, 2)).unbind(-1)
+        wide = torch.promote_types(y.dtype, torch.float32)
+        gate, up = y.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
         g = gate.clamp(max=limit)
         u = up.clamp(-limit, limit)
         s = torch.sigmoid(alpha * g)
-        d = widen(dh) * weights.unsqueeze(-1)
+        d = dh.to(wide) * weights.unsqueeze(-1)
         dgate = d * (u + 1) * (s + alpha * g * s * (1 - s)) * (gate <= limit)
         dup = d * g * s * (up.abs() <= limit)
         h = (u + 1) * g * s

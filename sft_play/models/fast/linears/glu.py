@@ -75,8 +75,8 @@ def glu_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         return launch_forward(gate, up, activation)
     if traced_gpu.is_on:
         return gate.new_empty(gate.shape)
-    g = widen(gate)
-    u = widen(up)
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    g, u = gate.to(wide), up.to(wide)
     p, _ = sigmoid_argument(g, activation)
     return (g * torch.sigmoid(p) * u).to(gate.dtype)
 
@@ -98,9 +98,8 @@ def glu_backward(
         return launch_backward(dh, gate, up, activation, dgate, dup, h)
     if traced_gpu.is_on:
         return None  # nothing is allocated
-    g = widen(gate)
-    u = widen(up)
-    d = widen(dh)
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    g, u, d = gate.to(wide), up.to(wide), dh.to(wide)
     p, slope = sigmoid_argument(g, activation)
     s = torch.sigmoid(p)
     act = g * s
@@ -108,11 +107,6 @@ def glu_backward(
     dup.copy_(d * act)
     if h is not None:
         h.copy_(act * u)
-
-
-def widen(x: Tensor) -> Tensor:
-    """Return x in float32, or unchanged if its dtype is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 BLOCK = 1024  # features per program: 8 per thread, one 16-byte load of bfloat16
@@ -127,15 +121,6 @@ def argument_and_slope(g, is_gelu: tl.constexpr):
         return _SLOPE * g * (1 + _CUBE * g * g), _SLOPE * (1 + 3 * _CUBE * g * g)
     else:
         return g, tl.full(g.shape, 1.0, tl.float32)
-
-
-@triton.jit
-def gradients(d, g, u, is_gelu: tl.constexpr):
-    """dg, du and h of dh, g and u."""
-    p, slope = argument_and_slope(g, is_gelu)
-    s = tl.sigmoid(p)
-    act = g * s
-    return d * (s + act * (1 - s) * slope) * u, d * act, act * u
 
 
 @triton.jit
@@ -181,7 +166,10 @@ def _backward_kernel(
     d = load_float32(dh + row * features + columns, inside)
     g = load_float32(gate + row * gate_stride + columns, inside)
     u = load_float32(up + row * up_stride + columns, inside)
-    of_gate, of_up, product = gradients(d, g, u, is_gelu)
+    p, slope = argument_and_slope(g, is_gelu)
+    s = tl.sigmoid(p)
+    act = g * s
+    of_gate, of_up, product = d * (s + act * (1 - s) * slope) * u, d * act, act * u
     tl.store(dgate + row * dgate_stride + columns, of_gate, inside)
     tl.store(dup + row * dup_stride + columns, of_up, inside)
     if with_h:  # h may be dh: each program has already read its part

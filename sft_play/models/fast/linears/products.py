@@ -223,7 +223,12 @@ class BoundLinears:
         if not self.adapters:
             return []
         dtype = self.parameters[0].dtype
-        gradients = [*a_gradient(du, x, dtype).split(self.ranks), *db]
+        if x.is_cuda and len(x) and x.element_size() == 2 and dtype == torch.float32:
+            # the GPU accumulates in float32, so the result does not have to be rounded
+            da = torch.mm(du.t(), x, out_dtype=dtype)
+        else:
+            da = du.t() @ x
+        gradients = [*da.split(self.ranks), *db]
         others = {
             place: torch.empty_like(each, dtype=dtype)
             for place, each in enumerate(gradients)
@@ -232,14 +237,3 @@ class BoundLinears:
         if others:  # one kernel casts them
             torch._foreach_copy_(list(others.values()), [gradients[place] for place in others])
         return [others.get(place, each) for place, each in enumerate(gradients)]
-
-
-def a_gradient(du: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return dA (R, in) = dU^T x for dU (N, R) and x (N, in).
-
-    The result has `dtype` if that is float32 and a GPU multiplies 16-bit inputs, because the GPU
-    then accumulates in float32.
-    """
-    if x.is_cuda and len(x) and x.element_size() == 2 and dtype == torch.float32:
-        return torch.mm(du.t(), x, out_dtype=dtype)
-    return du.t() @ x

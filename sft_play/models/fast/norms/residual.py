@@ -141,14 +141,15 @@ def layer_forward(
     block2 = getattr(self, roles.block2)
     normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind)
     mixed = block1(hidden_states=normed, **roles.arguments_of(kwargs))
-    mixed = _scaled(mixed[0] if roles.is_tuple1 else mixed, roles.multiplier)
+    mixed = mixed[0] if roles.is_tuple1 else mixed
+    if roles.multiplier != 1.0:
+        mixed = mixed * roles.multiplier
     normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind)
     output = block2(normed)
-    return stream + _scaled(output[0] if roles.is_tuple2 else output, roles.multiplier)
-
-
-def _scaled(x: Tensor, multiplier: float) -> Tensor:
-    return x if multiplier == 1.0 else x * multiplier
+    output = output[0] if roles.is_tuple2 else output
+    if roles.multiplier != 1.0:
+        output = output * roles.multiplier
+    return stream + output
 
 
 def add_norm(
@@ -175,7 +176,8 @@ class AddNormFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Return y and s (..., H)."""
         assert not weight.requires_grad, "a norm whose weight is trained"
-        y, s, inverse_rms = _kernels(x).forward(x, residual, weight, eps, kind)
+        ctx.kernels = _kernels(x)
+        y, s, inverse_rms = ctx.kernels.forward(x, residual, weight, eps, kind)
         ctx.save_for_backward(s, weight, inverse_rms)
         ctx.kind = kind
         ctx.has_residual = residual is not None
@@ -187,7 +189,7 @@ class AddNormFunction(torch.autograd.Function):
         """Return the gradient of x, and the same one for the residual."""
         s, weight, inverse_rms = ctx.saved_tensors
         with gathered([weight]) if is_partitioned(weight) else contextlib.nullcontext():
-            dx = _kernels(s).backward(dy, ds, s, weight, inverse_rms, ctx.kind)
+            dx = ctx.kernels.backward(dy, ds, s, weight, inverse_rms, ctx.kind)
         return dx, dx if ctx.has_residual else None, None, None, None
 
 
