@@ -20,7 +20,7 @@ from sft_play.models.linear_attention import (
     uses_fla,
     why_no_fla,
 )
-from sft_play.models.traced_gpu import tracing_gpu
+from sft_play.models.triton_kernels import tracing_gpu
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, major: int, triton: str) -> None:

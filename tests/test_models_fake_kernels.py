@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from traced_steps import storage_bytes
 
-from sft_play.models import trace, traced_gpu
+from sft_play.models import trace, triton_kernels
 from sft_play.models.fast.attention.reference import AllocatedFlashAttention
 from sft_play.models.fast.linears import glu
 from sft_play.models.fast.norms import residual
@@ -82,16 +82,16 @@ def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do():
 
 def test_fakes_are_gone_afterwards():
     before = (
-        traced_gpu.is_on,
+        triton_kernels.is_traced,
         glu.glu_forward,
         functional.scaled_dot_product_attention,
         torch.is_autocast_enabled,
     )
     with pytest.raises(KeyError), trace.fake_kernels(is_gpu=True):
-        assert traced_gpu.is_on
+        assert triton_kernels.is_traced
         raise KeyError
     assert (
-        traced_gpu.is_on,
+        triton_kernels.is_traced,
         glu.glu_forward,
         functional.scaled_dot_product_attention,
         torch.is_autocast_enabled,

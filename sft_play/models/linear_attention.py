@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sft_play.models import traced_gpu
+from sft_play.models import triton_kernels
 from sft_play.plan.needs import MISSING, why_no_kernels
 
 # Names that the code of transformers' models uses for these kernels
@@ -81,7 +81,7 @@ def uses_fla(tensor: Tensor) -> bool:
     A trace is for a GPU. Without an NVIDIA driver on this machine, the GPU is in another machine,
     on which `make install` adds the package.
     """
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return not _has_driver() or why_no_fla() is None
     return _uses_packages(tensor) and why_no_fla() is None
 
@@ -134,7 +134,7 @@ def fla_convolution(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, **boundaries: Tensor
 ) -> Tensor:
     """Return the causal convolution (B, T, C) of x (B, T, C) with weights (C, W)."""
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return AllocatedConvolution.apply(x, weight)
     from fla.modules.causal_conv1d import causal_conv1d  # imports Triton, which needs a GPU
 
@@ -148,7 +148,7 @@ def fla_delta_rule(name: str, *inputs: Tensor, is_normed: bool, **boundaries: Te
     Inputs: queries, keys (B, T, H, S), values (B, T, H, P), decays (B, T, H), or (B, T, H, S) for
     chunk_kda, and beta (B, T, H).
     """
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return AllocatedDeltaRule.apply(*inputs)
     if name == "chunk_kda":
         from fla.ops.kda import chunk_kda as kernel
@@ -166,7 +166,7 @@ def fla_linear_attention(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, **boundaries: Tensor
 ) -> Tensor:
     """Return unscaled linear attention (B, T, H, P) with a decay (B, T, H) per head and token."""
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return AllocatedLinearAttention.apply(query, key, value, decay)
     from fla.ops.simple_gla import chunk_simple_gla
 

@@ -7,7 +7,7 @@ themselves.
 
 Functions of torch and transformers are replaced by fakes that allocate what the real ones do on a
 GPU: outputs, buffers and what is saved for backward. Kernels of this project define these
-allocations next to their reference (`traced_gpu`).
+allocations next to their reference (`triton_kernels`).
 
 A few sizes are traced, from which `plan.traced` computes the bytes of any layout. The process of
 `models.structure` sends them as its answer.
@@ -38,7 +38,7 @@ from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.setup import Gradients, to_compute_dtype
 from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
 from sft_play.models.structure import UNBUILDABLE
-from sft_play.models.traced_gpu import tracing_gpu
+from sft_play.models.triton_kernels import tracing_gpu
 from sft_play.plan.fast import MIN_CAPABILITY
 from sft_play.plan.traced import SIZES, Growth, LayersGrowth, TracedSize, TracedStep
 from sft_play.process import Process

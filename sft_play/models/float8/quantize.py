@@ -28,7 +28,7 @@ Legend: N rows or tokens, F features per row, `in` and `out` features of a weigh
 import torch
 from torch import Tensor
 
-from sft_play.models import traced_gpu
+from sft_play.models import triton_kernels
 from sft_play.models.float8 import rows
 from sft_play.models.float8.rows import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
 
@@ -47,7 +47,7 @@ def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
     """
     if x.is_cuda:
         return rows.quantize(x, column_scales)
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         scales = x.new_empty(len(x), dtype=torch.float32)
         return Quantized(torch.empty_like(x, dtype=FLOAT8), scales)
     return quantize_reference(x, column_scales)
@@ -137,14 +137,14 @@ def product(x: Quantized, weight: Tensor, scales: Tensor, dtype: torch.dtype) ->
     """Return y (N, out) in `dtype` of x (N, in), weight (out, in) and its scales (out,)."""
     if weight.is_cuda:
         return _scaled_mm(x, weight.t(), scales).to(dtype)
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return scales.new_empty(len(x.scales), len(weight), dtype=dtype)
     return _reference(x, weight.t(), scales).to(dtype)
 
 
 def input_product(dy: Quantized, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return dx (N, in) in `dtype`, from dy (N, out) already multiplied by the weight's scales."""
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         transposed = torch.empty_like(weight)
         dx = dy.scales.new_empty(len(dy.scales), weight.shape[1], dtype=dtype)
         del transposed

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-from sft_play.models import traced_gpu
+from sft_play.models import triton_kernels
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.reference import (
     AllocatedFlashAttention,
@@ -133,7 +133,7 @@ def _attend_by_document(
 
     query (N, H, D), key (N, K, D), value (N, K, V); the output is (N, H, V).
     """
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         padded = padded_to_one_size(query, key, value)
         return AllocatedFlashAttention.apply(*padded, None)[..., : value.shape[-1]]
     if isinstance(query, FakeTensor):  # in a traced step, each row is one document

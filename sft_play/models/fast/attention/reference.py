@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sft_play.models import traced_gpu
+from sft_play.models import triton_kernels
 from sft_play.models.fast.documents import UNMASKED, ImageBlock
 from sft_play.models.fast.setup import Gradients
 
@@ -112,7 +112,7 @@ def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[
             query.transpose(1, 2), key.transpose(1, 2), cos, sin
         )
         return rotated_query.transpose(1, 2), rotated_key.transpose(1, 2)
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return AllocatedRotary.apply(query, key, cos, sin)
     return rotate_reference(query, cos, sin), rotate_reference(key, cos, sin)
 

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import _default_apply_gate
 
-from sft_play.models import traced_gpu
+from sft_play.models import triton_kernels
+from sft_play.models.fast.experts import kernels
 from sft_play.models.fast.experts.products import (
     Adapter,
     ExpertLinear,
@@ -58,10 +59,8 @@ class Glu:
     def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
         """Return h (S, I) of y (S, F); rows after the last of `ends` (E,) may be skipped."""
         if y.is_cuda:
-            from sft_play.models.fast.experts import kernels  # Triton needs a GPU when imported
-
             return kernels.glu_forward(y, self.form, ends)
-        if traced_gpu.is_on:
+        if triton_kernels.is_traced:
             return y.new_empty(len(y), y.shape[1] // 2)
         return self.reference(y)
 
@@ -73,10 +72,8 @@ class Glu:
         `dh` (S, I) is without the routing weights (S,) and may be overwritten.
         """
         if y.is_cuda:
-            from sft_play.models.fast.experts import kernels
-
             return kernels.glu_backward(dh, y, weights, self.form, ends)
-        if traced_gpu.is_on:
+        if triton_kernels.is_traced:
             return torch.empty_like(y), y.new_empty(len(y), dtype=torch.float32), dh
         return self.reference_gradients(dh, y, weights)
 

@@ -1,6 +1,6 @@
 """Triton kernels of `products`: grouped GEMMs of rows with the matrices of their experts.
 
-Imported only on a GPU. A program multiplies a tile of rows of one expert by a tile of columns, and
+A program multiplies a tile of rows of one expert by a tile of columns, and
 sums in float32. Rows of tokens are read in place, without sorting a copy. `tiles` contains the rows
 of each program, so the CPU never waits for the GPU. Rows after the last expert's belong to no
 expert and are not written.
@@ -15,12 +15,10 @@ features of the result, r rank of an adapter, P and M the sides of an outer prod
 import functools
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.four_bit import power_of_two, table_of
-from sft_play.models.optional_triton import program_number
+from sft_play.models.triton_kernels import program_number, tl, triton
 
 SUMMED_BLOCK = 64  # features that are summed at once, and the most that share a packed scale
 STAGES = 3  # of the pipeline that loads ahead of tl.dot

@@ -1,15 +1,13 @@
-"""Triton kernels of `products` and `function`. Imported only on a GPU.
+"""Triton kernels of `products` and `function`.
 
 Legend: N tokens, k experts per token, S = N k rows, H hidden, I intermediate features.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from sft_play.models.fast.linears.glu import BLOCK, argument_and_slope
-from sft_play.models.optional_triton import load_float32, program_number
+from sft_play.models.triton_kernels import load_float32, program_number, tl, triton
 
 Form = tuple[str, float, float]  # an activation, or "clamped"; alpha and limit, if clamped
 

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sft_play.models import traced_gpu
+from sft_play.models import triton_kernels
+from sft_play.models.fast.experts import grouped_kernels, kernels
 from sft_play.models.fast.linears.four_bit import InLines, lines_of
 from sft_play.models.fast.linears.products import dequantize
 
@@ -68,8 +69,6 @@ def sort_by_expert(choices: Tensor, num_experts: int) -> Routing:
     ends = torch.searchsorted(experts, every, right=True, out_int32=True)
     tiles = None
     if choices.is_cuda:
-        from sft_play.models.fast.experts import grouped_kernels  # Triton needs a GPU
-
         tiles = grouped_kernels.tiles_of(ends, len(order))
     return Routing(order, rows.view(choices.shape), ends, tiles)
 
@@ -80,10 +79,8 @@ def sum_choices(values: Tensor, routing: Routing, weights: Tensor | None = None)
     The sum is in float32 and rounded once.
     """
     if values.is_cuda:
-        from sft_play.models.fast.experts import kernels  # Triton needs a GPU when it is imported
-
         return kernels.sum_choices(values, routing.rows, routing.ends, weights)
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return values.new_empty(len(routing.rows), values.shape[1])
     wide = torch.promote_types(values.dtype, torch.float32)
     rows = values[routing.rows].to(wide)  # (N, k, H)
@@ -231,8 +228,6 @@ def rows_outer(
     rows.
     """
     if x.is_cuda:
-        from sft_play.models.fast.experts import grouped_kernels
-
         choices = routing.choices if of_tokens else None
         grouped_kernels.outer(x, y, routing.order, routing.ends, out, scale, choices, weights)
         return
@@ -254,8 +249,6 @@ def _on_gpu(
     bias: Tensor | None,
     of_tokens: bool,
 ) -> Tensor:
-    from sft_play.models.fast.experts import grouped_kernels  # Triton needs a GPU
-
     experts, _, features = matrices.shape
     rows = len(routing.order)
     out = torch.empty(rows, features, dtype=x.dtype, device=x.device)

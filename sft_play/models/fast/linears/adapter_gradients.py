@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sft_play.models.optional_triton import program_number, tl, triton
+from sft_play.models.triton_kernels import program_number, tl, triton
 from sft_play.plan.needs import HOPPER
 
 # A of all linears stacked (R, in), then each B (out, r), in the dtype of the matrix

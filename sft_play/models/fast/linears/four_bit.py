@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sft_play.models import mxfp4
 from sft_play.models.mxfp4 import MXFP4, Mxfp4State, is_turned, stored_shape
-from sft_play.models.optional_triton import libdevice, program_number, tl, triton
+from sft_play.models.triton_kernels import libdevice, program_number, tl, triton
 
 WORD_BYTES = 4  # the kernel reads 8 codes at once
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights per scale in bitsandbytes

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.activations import GELUTanh, SiLUActivation
 
-from sft_play.models import traced_gpu
-from sft_play.models.optional_triton import load_float32, program_number, tl, triton
+from sft_play.models import triton_kernels
+from sft_play.models.triton_kernels import load_float32, program_number, tl, triton
 
 Activation = Literal["silu", "gelu_tanh"]
 GELU_SLOPE = 2 * math.sqrt(2 / math.pi)
@@ -73,7 +73,7 @@ def glu_forward(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """Return h (N, I) of gate and up (N, I), whose rows need not be adjacent in memory."""
     if gate.is_cuda:
         return launch_forward(gate, up, activation)
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return gate.new_empty(gate.shape)
     wide = torch.promote_types(gate.dtype, torch.float32)
     g, u = gate.to(wide), up.to(wide)
@@ -96,7 +96,7 @@ def glu_backward(
     """
     if gate.is_cuda:
         return launch_backward(dh, gate, up, activation, dgate, dup, h)
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return None  # nothing is allocated
     wide = torch.promote_types(gate.dtype, torch.float32)
     g, u, d = gate.to(wide), up.to(wide), dh.to(wide)

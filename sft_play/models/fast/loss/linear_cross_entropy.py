@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from sft_play.models import traced_gpu
+from sft_play.models import triton_kernels
 from sft_play.models.fast.recognize import Stub, numbers, own_result, real_numbers
-from sft_play.models.optional_triton import load_float32, program_number, tl, triton
 from sft_play.models.sharding import shallow_copy
+from sft_play.models.triton_kernels import load_float32, program_number, tl, triton
 
 TOKENS = 2
 SCORES = 5
@@ -217,7 +217,7 @@ def nll_and_gradient_(
     """
     if logits.is_cuda:
         return launch(logits, targets, softcap, scale)
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return logits.new_empty(len(logits), dtype=torch.float32).sum()
     scores = logits.float()
     if softcap is not None:

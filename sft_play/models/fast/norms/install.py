@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from sft_play.models import traced_gpu
+from sft_play.models import triton_kernels
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.norms import residual
 from sft_play.models.fast.norms.residual import epsilon
@@ -119,7 +119,7 @@ class AllocatedGatedNorm(torch.autograd.Function):
 
 def norm_then_silu(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
     """Return w x / rms(x) * silu(gate)."""
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return AllocatedGatedNorm.apply(x, gate)
     from fla.modules.norm.fused_norm_gate import rms_norm_gated  # imports Triton, which needs a GPU
 

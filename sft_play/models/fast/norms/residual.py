@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_play.models import traced_gpu
+from sft_play.models import triton_kernels
 from sft_play.models.checkpointing import FORWARD_CHECKPOINTS
 from sft_play.models.fast.setup import Gradients, is_training
-from sft_play.models.optional_triton import load_float32, program_number, tl, triton
 from sft_play.models.partitioned import gathered, is_partitioned
+from sft_play.models.triton_kernels import load_float32, program_number, tl, triton
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
 def normalize(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
     """Return y like x, computed by Liger's kernel."""
-    if traced_gpu.is_on:
+    if triton_kernels.is_traced:
         return AllocatedRmsNorm.apply(x, weight, kind.in_place)
     from liger_kernel.ops import LigerRMSNormFunction  # imports Triton, which needs a GPU
 
@@ -371,4 +371,4 @@ def _kernels(x: Tensor) -> Any:
     """Return the implementation for the device of x: the Triton kernels or the reference."""
     if x.is_cuda:
         return Launched
-    return Allocated if traced_gpu.is_on else Reference
+    return Allocated if triton_kernels.is_traced else Reference

@@ -1,8 +1,15 @@
-"""Import Triton if it is installed: torch for CPUs does not include it. Helpers of all kernels.
+"""What modules with Triton kernels share: the import of Triton, traces without a GPU, and helpers.
 
-Without Triton, modules with kernels can be imported, but no kernel can be launched.
+torch for CPUs does not include Triton. Modules with kernels can be imported without it, but no
+kernel can be launched.
+
+The tensors of a trace may represent those of a GPU. Kernels then only allocate. A kernel's
+allocations are defined next to its reference: outputs, buffers and what it saves for its backward
+pass.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -25,7 +32,19 @@ except ImportError:
 
     triton = tl = libdevice = Missing()
 
-__all__ = ["libdevice", "load_float32", "on_device_of", "program_number", "tl", "triton"]
+is_traced = False  # read as an attribute of this module: a call in each kernel is not needed
+
+
+@contextlib.contextmanager
+def tracing_gpu(is_gpu: bool) -> Iterator[None]:
+    """Let kernels in this context allocate what they would allocate on a GPU."""
+    global is_traced
+    before = is_traced
+    is_traced = is_gpu
+    try:
+        yield
+    finally:
+        is_traced = before
 
 
 @triton.jit
