@@ -197,7 +197,9 @@ class Generator:
             logger.warning(
                 "generation of %d answers at once is out of memory: %d at once; "
                 "TRAIN_GENERATION_BATCH_SIZE=%d starts with fewer",
-                *(count, count - half, half),
+                count,
+                count - half,
+                half,
             )
             middle = part.start + half
             waiting[:0] = [slice(part.start, middle), slice(middle, part.stop)]
@@ -372,5 +374,5 @@ def take_rank_share(
     """
     replicas = process.world_size // shared
     missing = -len(batches) % replicas
-    every = [*batches, *[[~batches[-1][-1]]] * missing]
+    every = list(batches) + [[~batches[-1][-1]]] * missing
     return every[process.rank // shared :: replicas]

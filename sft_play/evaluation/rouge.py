@@ -51,4 +51,5 @@ class Rouge(evaluate.Metric):
         kind = self.config_name
         scorer = RougeScorer([kind], tokenizer=UnicodeTokenizer())
         pairs = zip(references, predictions, strict=True)
-        return {"scores": [scorer.score(*pair)[kind].fmeasure for pair in pairs]}
+        scores = [scorer.score(expected, answer)[kind].fmeasure for expected, answer in pairs]
+        return {"scores": scores}

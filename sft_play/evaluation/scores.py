@@ -141,7 +141,9 @@ def _by_function(metric: str, rows: Sequence[Answered]) -> list[float]:
     takes_prompt = len(inspect.signature(function).parameters) >= 3
     found = []
     for row in rows:
-        given = (row.answer, row.expected, row.prompt) if takes_prompt else row[1:]
+        given = [row.answer, row.expected]
+        if takes_prompt:
+            given.append(row.prompt)
         answer = f"the answer {row.answer[:80]!r}"
         with _as_config_error(f"train.metrics={metric} fails for {answer}"):
             value = float(function(*given))

@@ -149,7 +149,8 @@ def chat_with(
     system = system_messages(trained)
     speakers = [Speaker("tuned", trained, contextlib.nullcontext, system)]
     if compares:
-        speakers.insert(0, Speaker("base", *base_of(trained), system))
+        base, is_used = base_of(trained)
+        speakers.insert(0, Speaker("base", base, is_used, system))
     Chat(speakers, system, "> " if is_terminal else "", folder.results).run()
 
 

@@ -353,5 +353,6 @@ def sampling_of(generation: GenerationConfig, request: SamplingRequest) -> Sampl
             generation.top_k or None,  # 0 means none
             generation.min_p,
         )
-    asked = {name: getattr(request, name) for name in ("temperature", "top_p", "top_k")}
-    return replace(own, **{name: value for name, value in asked.items() if value is not None})
+    names = ("temperature", "top_p", "top_k")
+    asked = {name: getattr(request, name) for name in names if getattr(request, name) is not None}
+    return replace(own, **asked)

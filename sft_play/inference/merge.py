@@ -110,7 +110,9 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
             best = min(candidates, key=lambda candidate: candidate.found.kl)
             if best.found.faults():
                 refusal = explain(folder, best)
-                said = [*best.found.broken(), *filter(None, [refusal.cause])]
+                said = best.found.broken()
+                if refusal.cause is not None:
+                    said.append(refusal.cause)
                 report = folder.path / REPORT
                 raise CheckpointError(
                     f"{folder.path} was not merged: {'. '.join(said)}. {report} has the figures"
@@ -122,8 +124,8 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
         raise
     write_report(folder, candidates, best.base, Refusal())
     (folder.path / EARLIER_REPORT).unlink(missing_ok=True)
-    lines = [best.found.line("merged"), f"merged {target} ({best.way})"]
-    return [*(each.line(best) for each in candidates if len(candidates) > 1), *lines]
+    lines = [each.line(best) for each in candidates if len(candidates) > 1]
+    return [*lines, best.found.line("merged"), f"merged {target} ({best.way})"]
 
 
 def measured_candidates(folder: RunFolder, dtype: str | None, work: Path) -> Iterator[Candidate]:

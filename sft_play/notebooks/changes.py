@@ -3,7 +3,6 @@
 import textwrap
 from collections import defaultdict
 from functools import partialmethod
-from operator import itemgetter
 from typing import NamedTuple
 
 from sft_play.notebooks.code import Code
@@ -25,18 +24,18 @@ class Changes:
 
     def __init__(self) -> None:
         # places, and the texts that take the place of `source[start:end]`
-        self.edits: defaultdict[Code, list[tuple[int, int, str]]] = defaultdict(list)
+        self.edits: defaultdict[Code, list[tuple[tuple[int, int], str]]] = defaultdict(list)
         self.notes: list[Note] = []
 
-    def replace(self, code: Code, start: int, end: int, text: str) -> None:
-        """Put a text in the place of `code.source[start:end]`."""
-        self.edits[code].append((start, end, text))
+    def replace(self, code: Code, span: tuple[int, int], text: str) -> None:
+        """Put a text in the place of a span of `code.source`: its start and its end."""
+        self.edits[code].append((span, text))
 
     def insert_before(self, code: Code, node: object, text: str) -> None:
         """Put lines before the statement of a node, with the indent and newline of the cell."""
         place = code.place_before(node)
         lines = textwrap.indent(text, place.indent).replace("\n", code.newline)
-        self.replace(code, place.offset, place.offset, lines)
+        self.replace(code, (place.offset, place.offset), lines)
 
     def note(self, sort: str, text: str, where: Code | Found | None = None) -> None:
         """Add a sentence to the report; `where` is None if it is about the whole notebook."""
@@ -52,8 +51,8 @@ class Changes:
         for code, edits in self.edits.items():
             source = code.source
             # edits do not overlap; those at one place keep their order
-            ordered = sorted(edits, key=itemgetter(0))
-            for start, end, text in reversed(ordered):
+            ordered = sorted(edits, key=lambda edit: edit[0][0])
+            for (start, end), text in reversed(ordered):
                 source = source[:start] + text + source[end:]
             made[code.number] = source
         return made

@@ -32,23 +32,20 @@ def check(document: Document, others: Iterable[Document] = ()) -> list[Point]:
     measuring = (code for code in notebook.parsed if measures(code.tree))
     of_one = (code.number for code in measuring if not covers_all_gpus(code))
     moved = (move.number for move in moves_to_cuda(notebook) if not is_model(move))
-    return [
-        Point("counts the GPUs before the model is loaded", *_counts_gpus(notebook)),
-        Point('device_map="balanced" on several GPUs', *_has_device_map(notebook)),
-        _without(
-            of_one,
-            "memory statistics cover all GPUs",
-            "{} of one GPU alone",
-            "no cell measures one GPU alone",
+    found = {
+        "counts the GPUs before the model is loaded": _counts_gpus(notebook),
+        'device_map="balanced" on several GPUs': _has_device_map(notebook),
+        "memory statistics cover all GPUs": _without(
+            of_one, "{} of one GPU alone", "no cell measures one GPU alone"
         ),
-        _without(
+        'inference names its device, "cuda:0"': _without(
             moved,
-            'inference names its device, "cuda:0"',
             '{}: inputs go to "cuda" without a number',
             'no cell moves inputs to "cuda" without a number',
         ),
-        Point("tried on one GPU and on several", *_was_tried([document, *others])),
-    ]
+        "tried on one GPU and on several": _was_tried([document, *others]),
+    }
+    return [Point(text, is_met, what) for text, (is_met, what) in found.items()]
 
 
 def _counts_gpus(notebook: Notebook) -> tuple[bool, str]:
@@ -76,11 +73,11 @@ def _has_device_map(notebook: Notebook) -> tuple[bool, str]:
     return True, f"the load in cell {cells[0]} has it"
 
 
-def _without(cells: Iterable[int], text: str, problem: str, met: str) -> Point:
+def _without(cells: Iterable[int], problem: str, met: str) -> tuple[bool, str]:
     """Return a point that is met if no cell has its problem."""
     numbers = sorted(set(cells))
     named = f"cell{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-    return Point(text, not numbers, problem.format(named) if numbers else met)
+    return not numbers, problem.format(named) if numbers else met
 
 
 def _was_tried(documents: list[Document]) -> tuple[bool, str]:

@@ -60,7 +60,8 @@ class Code:
 
     def text(self, node: ast.AST) -> str:
         """Return a node as it is written."""
-        return self.source[slice(*self.span(node))]
+        start, end = self.span(node)
+        return self.source[start:end]
 
     @property
     def newline(self) -> str:

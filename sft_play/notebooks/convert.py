@@ -201,10 +201,10 @@ def add_argument(found: Found, text: str, changes: Changes) -> None:
     comma = "" if before in "(," else ","
     if before == "(" or line_end >= end:
         space = "" if before == "(" else " "
-        changes.replace(code, place, place, f"{comma}{space}{text}")
+        changes.replace(code, (place, place), f"{comma}{space}{text}")
         return
     comment, indent = code.source[place:line_end], code.line_at(start).indent
-    changes.replace(code, place, line_end, f"{comma}{comment}{code.newline}{indent}{text},")
+    changes.replace(code, (place, line_end), f"{comma}{comment}{code.newline}{indent}{text},")
 
 
 def _add_banner(notebook: Notebook, changes: Changes) -> None:
@@ -249,11 +249,11 @@ def _name_device(notebook: Notebook, code: Code, changes: Changes) -> None:
     for move in inputs:
         word = move.argument("device", 0)
         if word is not None:
-            changes.replace(code, *code.span(word), name)
+            changes.replace(code, code.span(word), name)
         else:
             end = code.span(move.call)[1]
             start = code.source.rindex("cuda", code.span(move.call.func.value)[1], end)
-            changes.replace(code, start, end, f"to({name})")
+            changes.replace(code, (start, end), f"to({name})")
     changes.changed(f'inputs go to {name}, which is "cuda:0" or "cpu"', code)
 
 

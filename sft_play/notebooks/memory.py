@@ -250,7 +250,7 @@ def _replace(changes: Changes, code: Code, run: list[ast.stmt], text: str) -> No
     step = "\t" if "\t" in place.indent else "    "
     one = re.sub(r"(?m)^(?=[^\r\n])", step, code.source[place.offset : end])
     lines = textwrap.indent(text.rstrip("\n"), place.indent).replace("\n", code.newline)
-    changes.replace(code, place.offset, end, lines.replace(place.indent + MARKER, one))
+    changes.replace(code, (place.offset, end), lines.replace(place.indent + MARKER, one))
 
 
 def _look_at_other_uses(

@@ -72,7 +72,7 @@ save_pretrained save_pretrained_merged save_pretrained_gguf
 push_to_hub push_to_hub_merged push_to_hub_gguf save_model
 """.split()
 ONLY_IN_NOTEBOOKS = {"google": "only Colab has", "IPython": "comes with Jupyter"}
-IN_NOTEBOOKS = ("get_ipython", "input")
+IN_NOTEBOOKS = ["get_ipython", "input"]
 
 
 def export(document: Document, script: Path) -> tuple[str, list[str]]:
@@ -120,18 +120,18 @@ def _edit_for_script(notebook: Notebook, changes: Changes) -> None:
         if given is not None:
             inside.update(ast.walk(given))
             text = f"RANK_DEVICE_MAP or ({load.code.text(given)})"
-            changes.replace(load.code, *load.code.span(given), text)
+            changes.replace(load.code, load.code.span(given), text)
     for code in notebook.parsed:  # each process has another GPU
         for node in nodes_outside_strings(code.tree):
             if getattr(node, "value", None) == "cuda:0" and node not in inside:
-                changes.replace(code, *code.span(node), 'f"cuda:{LOCAL_RANK}"')
+                changes.replace(code, code.span(node), 'f"cuda:{LOCAL_RANK}"')
     _ignore_unused_parameters(notebook, changes)
     for found in notebook.train_calls if notebook.trainers else []:
         text = ALL_PROCESSES.format(trainer=found.trainer)
         changes.insert_before(found.code, found.call, text)
     last_code, last = _last_together(notebook)
     end = last_code.end_of_line(last_code.span(last)[1])
-    changes.replace(last_code, end, end, f"\n{ALONE}".replace("\n", last_code.newline))
+    changes.replace(last_code, (end, end), f"\n{ALONE}".replace("\n", last_code.newline))
     changes.changed("all processes train; after it the first process continues alone", last_code)
 
 
@@ -142,7 +142,7 @@ def _ignore_unused_parameters(notebook: Notebook, changes: Changes) -> None:
     """
     if not notebook.arguments:
         changes.look(
-            f"give the trainer's arguments {UNUSED}=False: no SFTConfig was found to add it to",
+            f"give the trainer's arguments {UNUSED}=False: no SFTConfig was found to add it to"
         )
     for found in notebook.arguments:
         if found.argument(UNUSED) is None:
@@ -157,7 +157,7 @@ def _last_together(notebook: Notebook) -> tuple[Code, ast.stmt]:
     statement of all.
     """
     uses = [use for use in notebook.functions(TOGETHER) if use.receiver in notebook.trainer_names]
-    calls = [*notebook.train_calls, *uses]
+    calls = notebook.train_calls + uses
     followed: set[str] = set()
     while calls:
         last = max(calls, key=lambda found: found.place)
@@ -175,7 +175,7 @@ def _last_together(notebook: Notebook) -> tuple[Code, ast.stmt]:
 def _look_at_notebook(notebook: Notebook, changes: Changes) -> None:
     """Say what a script cannot do as a notebook does."""
     last_code, _ = _last_together(notebook)
-    for found in notebook.functions((*IN_NOTEBOOKS, *SAVES)):
+    for found in notebook.functions(IN_NOTEBOOKS + SAVES):
         call = f"{found.name}()"
         if found.name in IN_NOTEBOOKS:
             changes.look(f"{call} works in a notebook alone", found)
@@ -211,7 +211,7 @@ def _look_at_batch(notebook: Notebook, changes: Changes) -> None:
             counted = f"; max_steps = {steps} is kept, and counts updates"
     changes.look(
         f"an update has {rows} for each process; divide gradient_accumulation_steps by their "
-        f"number to keep the notebook's{counted}",
+        f"number to keep the notebook's{counted}"
     )
 
 

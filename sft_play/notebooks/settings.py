@@ -119,9 +119,9 @@ def export(document: Document, data: str | None) -> tuple[str, list[str]]:
     for load in notebook.training_loads[-1:]:
         _take_load(carried, load)
     trainers = [found for found in notebook.trainers if found.name in SFT_TRAINERS]
-    adapters = [*notebook.methods("get_peft_model"), *notebook.functions(["LoraConfig"])]
+    adapters = notebook.methods("get_peft_model") + notebook.functions(["LoraConfig"])
     # the arguments win over the trainer, and so come first
-    for call in (*notebook.arguments[-1:], *trainers[-1:], *adapters):
+    for call in notebook.arguments[-1:] + trainers[-1:] + adapters:
         _take_keywords(carried, call)
     if not adapters and carried.value("tuning.mode") != "full":
         carried.look(
@@ -181,7 +181,8 @@ def _take_keywords(carried: Carried, found: Found) -> None:
             name = found.owner if found.name == "from_pretrained" else found.name
             carried.look(f"{name} takes keywords from a mapping, which are not read", found)
             continue
-        given |= {name: values.read(*written) for name, written in unpacked.items()}
+        for name, written in unpacked.items():
+            given[name] = values.read(written.code, written.value)
     for name, value in given.items():
         if value not in PLAIN.get(name, ()) and name not in SILENT and not SECRET.search(name):
             carried.take(found, name, value)
@@ -234,7 +235,7 @@ def _look_at_choices(carried: Carried) -> None:
         carried.look("max_steps wins over num_train_epochs, as in the notebook")
     for name, base in notebook.own_trainers.items():
         carried.look(
-            f"{name} is a trainer of the notebook's own; what it changes of {base} is not carried",
+            f"{name} is a trainer of the notebook's own; what it changes of {base} is not carried"
         )
     batch, accumulation = carried.value("train.batch_size"), carried.value("train.grad_accum")
     steps = carried.value("train.max_steps")
@@ -244,7 +245,7 @@ def _look_at_choices(carried: Carried) -> None:
         carried.look(
             f"an update has {batch} x {accumulation} = {rows} rows for each GPU; for {rows} on "
             f"any number of them write train.effective_batch_size: {rows} and train.grad_accum: "
-            "auto",
+            "auto"
         )
         seen = f", {(steps or 0) * rows} rows on one GPU"
     for call in notebook.train_calls:
@@ -253,7 +254,7 @@ def _look_at_choices(carried: Carried) -> None:
     if steps is not None:
         carried.look(
             f"max_steps = {steps} is kept: the run ends after {steps} updates{seen}; delete "
-            f"train.max_steps for whole epochs",
+            f"train.max_steps for whole epochs"
         )
 
 
@@ -282,7 +283,7 @@ def _look_at_formatting(carried: Carried) -> None:
     if not notebook.functions(["train_on_responses_only", "DataCollatorForCompletionOnlyLM"]):
         carried.look(
             "the notebook trains on prompts too; here answers alone carry loss, but for rows of "
-            "plain text",
+            "plain text"
         )
 
 

@@ -56,7 +56,7 @@ class Values:
                 if isinstance(part, ast.Assign | ast.AnnAssign) and part.value is not None:
                     target = getattr(part, "target", None) or part.targets[0]
                     self._take(code, node.name, target, part.value)
-        for found in [*notebook.methods("update"), *notebook.methods("setdefault")]:
+        for found in notebook.methods("update") + notebook.methods("setdefault"):
             self.changed.add((found.receiver, ANY_KEY))
 
     def _take(self, code: Code, owner: str | None, target: ast.expr, value: ast.expr) -> None:
@@ -72,7 +72,7 @@ class Values:
     def read(self, code: Code, node: ast.expr) -> Any:
         """Return the value of an expression of a cell, an Unknown if it cannot be read."""
         try:
-            return self._value(code, node)
+            return self._value(Written(code, node))
         except (LookupError, ArithmeticError, TypeError, RecursionError):
             return Unknown(" ".join(code.text(node).split()))
 
@@ -103,16 +103,17 @@ class Values:
         earlier = [part for part in made if part.place < use.place]
         return max(earlier, key=lambda part: part.place, default=use)
 
-    def _value(self, code: Code, node: ast.expr, depth: int = 0) -> Any:
+    def _value(self, written: Written, depth: int = 0) -> Any:
         """Return the value of an expression.
 
         Raises: LookupError if only running tells it, RecursionError if it is nested too deep.
         """
         if depth > MAX_DEPTH:
             raise RecursionError
+        code, node = written
 
         def value(part: ast.expr) -> Any:
-            return self._value(code, part, depth + 1)
+            return self._value(Written(code, part), depth + 1)
 
         match node:
             case ast.Constant():
@@ -134,14 +135,14 @@ class Values:
             case ast.Attribute(attr="float16" | "bfloat16" | "float32"):
                 return node.attr
             case ast.Attribute():
-                return self._value(*self._attribute(code, node), depth + 1)
+                return self._value(self._attribute(code, node), depth + 1)
             case ast.Subscript():
                 items = self.items(code, node.value)
-                return self._value(*items[value(node.slice)], depth + 1)
-        written = self._written(code, node)
-        if written.value is node:
+                return self._value(items[value(node.slice)], depth + 1)
+        given = self._written(code, node)
+        if given.value is node:
             raise LookupError
-        return self._value(*written, depth + 1)
+        return self._value(given, depth + 1)
 
     def _attribute(self, code: Code, node: ast.Attribute) -> Written:
         """Return what a class gives `Config.rate` or `config.rate`, if it does so once."""

@@ -62,9 +62,10 @@ def recorded_scores(metrics: Mapping[str, float], rows: int = 0) -> dict[str, Es
     """Return the scores of answers to so many rows in metrics of run.json, ROUGE-L first."""
     found = {}
     for name in score_names(metrics):
-        interval = [metrics.get(f"{name}{end}") for end in BOUNDS]
-        known = [] if None in interval else interval
-        found[name] = Estimate(metrics[name], rows, *known)
+        low, high = (metrics.get(f"{name}{end}") for end in BOUNDS)
+        if low is None or high is None:
+            low = high = None
+        found[name] = Estimate(metrics[name], rows, low, high)
     return found
 
 

@@ -89,9 +89,8 @@ def exit_words(exit_class: int | None) -> str:
     """Return an exit class as `out of memory (exit class 15)`."""
     if exit_class is None:
         return "no exit class"
-    names = {int(member): member.name for member in ExitClass}
-    name = names.get(exit_class, "unknown").lower().replace("_", " ")
-    return f"{name} (exit class {exit_class})"
+    name = next((known.name for known in ExitClass if known == exit_class), "unknown")
+    return f"{name.lower().replace('_', ' ')} (exit class {exit_class})"
 
 
 def _tone_and_headline(scores: list[Score]) -> tuple[Tone, str]:

@@ -75,8 +75,9 @@ def seal(folder: Path) -> None:
         for path, entry in zip(paths, entries, strict=True)
     }
     write_text(folder / NAME, _manifest_text(files))
-    for inner in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
-        sync(inner)
+    inner = [path for path in folder.rglob("*") if path.is_dir()]
+    for path in [*inner, folder]:
+        sync(path)
 
 
 def is_sealed(folder: Path) -> bool:

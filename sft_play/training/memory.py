@@ -214,10 +214,13 @@ class MemoryMeter:
 
         The GPUs of a run with one process count as ranks.
         """
-        facts = zip(
-            self.process.devices, self._before_training, self._reserved_peaks(), strict=True
-        )
-        own = [rank_memory(self.process.rank + number, *each) for number, each in enumerate(facts)]
+        peaks = self._reserved_peaks()
+        own = [
+            rank_memory(
+                self.process.rank + number, device, self._before_training[number], peaks[number]
+            )
+            for number, device in enumerate(self.process.devices)
+        ]
         return list(itertools.chain.from_iterable(self.process.gather(own)))
 
     def gib_now(self) -> dict[str, float]:
