@@ -43,7 +43,7 @@ def test_all_that_wait_hear_of_the_run_also_those_that_came_first(place, tmp_pat
     late = Waiting(place)
     with meeting:
         meeting.announce(RunFolder(tmp_path))
-    assert early.result() == late.result() == {"folder": str(tmp_path)}
+    assert early.result() == late.result() == launching.Answer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_all_that_wait_end_as_the_first_one_does(place, end, code):
     waiting = [Waiting(place), Waiting(place)]
     with pytest.raises(type(end)), meeting:
         raise end
-    assert [each.result() for each in waiting] == [{"exit_code": code}] * 2
+    assert [each.result() for each in waiting] == [launching.Answer(exit_code=code)] * 2
 
 
 def test_all_that_wait_notice_that_the_first_one_was_killed(place):

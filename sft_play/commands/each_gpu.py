@@ -102,16 +102,16 @@ class FileCall:
         weights = _digest(self.run.weights(config.tuning.mode) / stamp.NAME)
         if isinstance(self.run, ModelFolder):
             weights = stamp.digest_of_model(self.run.path)
-        return {
+        asked = {
             "in": str(self.inputs.resolve()),
             "sha256": _digest(self.inputs),
             "images_sha256": _digest_of_images(prompts),
             "run": str(self.run.path.resolve()),
             "weights_sha256": weights,
             "data.system_prompt": config.data.system_prompt,
-            **{f"train.{name}": getattr(config.train, name) for name in SETTINGS},
-            **asdict(self.sampling),
         }
+        asked |= {f"train.{name}": getattr(config.train, name) for name in SETTINGS}
+        return asked | asdict(self.sampling)
 
 
 def answer_file(asked: FileCall) -> list[str]:
@@ -211,11 +211,7 @@ def run_on_each(
     """
     words = [word for override in call.overrides for word in ("--set", override)]
     paths = [str(PACKAGE.parent), call.environ.get("PYTHONPATH", "")]
-    environ = {
-        **call.environ,
-        "RUN": str(run.path),
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
+    environ = dict(call.environ, RUN=str(run.path), PYTHONPATH=os.pathsep.join(filter(None, paths)))
     port = free_port()
     entries = visible_entries(call.environ.get("CUDA_VISIBLE_DEVICES"), count)
     children: list[subprocess.Popen] = []

@@ -4,7 +4,6 @@ Loads no torch, unless a tokenizer must be fetched.
 """
 
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,14 +202,9 @@ def _told(path: Path, fit: Fit) -> list[str]:
     """Return the text to print for a written config."""
     plan = fit.planned.plan
     given = {"CONFIG": str(path)}
-    commands: Iterable[list[str]] = (
-        next_command.make_command("preview", given),
-        next_command.start_command(plan, given),
-    )
-    return [
-        f"wrote {path}",
-        report.plan_line(fit.planned),
-        *(f"recipe {sentence}" for sentence in plan.recipe),
-        f"mode {fit.loaded.config.tuning.mode}: {fit.because}",
-        *(f"next {' '.join(words)}" for words in commands),
-    ]
+    lines = [f"wrote {path}", report.plan_line(fit.planned)]
+    lines += [f"recipe {sentence}" for sentence in plan.recipe]
+    lines.append(f"mode {fit.loaded.config.tuning.mode}: {fit.because}")
+    lines.append(f"next {' '.join(next_command.make_command('preview', given))}")
+    lines.append(f"next {' '.join(next_command.start_command(plan, given))}")
+    return lines

@@ -46,6 +46,14 @@ class Launched:
     meeting: "Meeting | None" = None  # of the first process of a machine
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What the first process of a machine tells the others: its run, or how it has ended."""
+
+    folder: str | None = None
+    exit_code: int | str | None = None
+
+
 def read(environ: Mapping[str, str]) -> Launched:
     """Return how this process was started. Raises: ConfigError for an impossible place."""
     place = places.read(environ)
@@ -97,10 +105,10 @@ def follow(launched: Launched) -> NoReturn:
             "the first process of this machine ended before it had planned the run; its output, "
             "or the kernel's log (dmesg), has the reason"
         )
-    if "exit_code" in answer:
+    if answer.folder is None:
         tell_launcher("the first process of this machine has no run to train; it prints why")
-        raise SystemExit(answer["exit_code"])
-    become_worker(launched, read_plan(RunFolder(Path(answer["folder"]))).launch)
+        raise SystemExit(answer.exit_code)
+    become_worker(launched, read_plan(RunFolder(Path(answer.folder))).launch)
 
 
 def tell_launcher(cause: str) -> None:
@@ -161,7 +169,7 @@ class Meeting:
 
     def announce(self, folder: RunFolder) -> None:
         """Announce the run to all others. Raises: EnvironmentFault if one is missing."""
-        missing = self._tell({"folder": str(folder.path.absolute())}, ARRIVAL_SECONDS)
+        missing = self._tell(Answer(str(folder.path.absolute())), ARRIVAL_SECONDS)
         if missing:
             raise EnvironmentFault(
                 f"{missing} of {self.expected + 1} processes of this machine did not start within "
@@ -175,10 +183,10 @@ class Meeting:
         """Tell the others how this process ended, if it did not become a worker."""
         if end is not None:
             code = end.code if isinstance(end, SystemExit) else int(ExitClass.UNEXPECTED)
-            self._tell({"exit_code": code}, FAREWELL_SECONDS)
+            self._tell(Answer(exit_code=code), FAREWELL_SECONDS)
         self.socket.close()
 
-    def _tell(self, answer: dict[str, str | int], seconds: float) -> int:
+    def _tell(self, answer: Answer, seconds: float) -> int:
         """Send an answer to each waiting process; return how many have not come."""
         deadline = time.monotonic() + seconds
         while self.expected:
@@ -188,7 +196,7 @@ class Meeting:
             except TimeoutError:
                 break
             with connection, contextlib.suppress(OSError):
-                connection.sendall(json.dumps(answer).encode())
+                connection.sendall(json.dumps(vars(answer)).encode())
             self.expected -= 1
         return self.expected
 
@@ -207,7 +215,7 @@ def _address(place: Place) -> str:
     return f"\0sft_play-{os.getuid()}-{where}"
 
 
-def _wait_for_answer(place: Place) -> dict[str, str | int] | None:
+def _wait_for_answer(place: Place) -> Answer | None:
     """Return the first process's answer, None if it ends without one."""
     deadline = time.monotonic() + ARRIVAL_SECONDS
     with socket.socket(socket.AF_UNIX) as connection:
@@ -221,7 +229,7 @@ def _wait_for_answer(place: Place) -> dict[str, str | int] | None:
         _refuse_other_user(connection)
         with contextlib.suppress(ConnectionResetError):
             text = b"".join(iter(lambda: connection.recv(4096), b""))
-            return json.loads(text) if text else None
+            return Answer(**json.loads(text)) if text else None
     return None
 
 

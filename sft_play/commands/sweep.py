@@ -148,14 +148,15 @@ def sweep(call: Call, over: str) -> list[str]:
     print(f"sweep {len(trials)} runs, {len(done)} done, {len(slots)} at a time", flush=True)
     with Sweep(call, slots) as running:
         train_all(running, [trial for trial in trials if trial not in done])
+    lines = table(trials)
     if running.requested:
-        goes_on = "stopped on request; the same command continues from the checkpoints"
-        raise StoppedOnRequest("\n".join([*table(trials), goes_on]))
+        lines.append("stopped on request; the same command continues from the checkpoints")
+        raise StoppedOnRequest("\n".join(lines))
     best = best_of(trials)
     if best is None:
-        reason = f"no run has scores; the reason is in {log_of(trials[0].folder)}"
-        raise EnvironmentFault("\n".join([*table(trials), reason]))
-    return [*table(trials), *lines_of_best(best)]
+        lines.append(f"no run has scores; the reason is in {log_of(trials[0].folder)}")
+        raise EnvironmentFault("\n".join(lines))
+    return lines + lines_of_best(best)
 
 
 def plan_trials(call: Call, over: str) -> list[Trial]:
@@ -263,19 +264,17 @@ def table(trials: Sequence[Trial]) -> list[str]:
     reports = [trial.folder.read_report() for trial in trials]
     found = [name for report in reports for name in score_names(report.scores("after"))]
     names = dict.fromkeys(["rougeL", *found])
-    rows = [("settings", "loss", *map(title_of, names), "step", "minutes", "status")]
+    titles = [title_of(name) for name in names]
+    rows = [["settings", "loss", *titles, "step", "minutes", "status"]]
     for trial, report in zip(trials, reports, strict=True):
         scores = report.scores("after")
         seconds = report.total_seconds
-        cells = [
-            trial.settings,
-            as_cell(scores.get("eval_loss"), 4),
-            *(as_cell(scores.get(name), 3) for name in names),
-            as_cell(report.global_step, 0),
-            as_cell(seconds / 60 if seconds else None, 1),
-            f"{report.state} {trial.folder.name} {report.cause_line}",
-        ]
-        rows.append(tuple(cells))
+        cells = [trial.settings, as_cell(scores.get("eval_loss"), 4)]
+        cells += [as_cell(scores.get(name), 3) for name in names]
+        cells.append(as_cell(report.global_step, 0))
+        cells.append(as_cell(seconds / 60 if seconds else None, 1))
+        cells.append(f"{report.state} {trial.folder.name} {report.cause_line}")
+        rows.append(cells)
     return aligned(rows, left=(0, len(rows[0]) - 1))
 
 

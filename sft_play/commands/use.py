@@ -145,9 +145,10 @@ def lm_eval_lines(run: RunFolder, tasks: str) -> list[str]:
         model = str(run.path / "merged")
         if not Path(model).is_dir():
             lines.append(shlex.join(["make", "merge", f"RUN={run.name}"]))
-    options = ["--model_args", f"pretrained={model}", "--tasks", tasks.replace(" ", ",")]
-    command = ["lm_eval", "--model", "hf", *options, "--batch_size", "auto"]
-    return [*lines, shlex.join([*command, "--output_path", str(run.evaluation / "lm_eval")])]
+    command = ["lm_eval", "--model", "hf", "--model_args", f"pretrained={model}"]
+    command += ["--tasks", tasks.replace(" ", ","), "--batch_size", "auto"]
+    command += ["--output_path", str(run.evaluation / "lm_eval")]
+    return [*lines, shlex.join(command)]
 
 
 def used_alone(run: RunFolder) -> AbstractContextManager[None]:
