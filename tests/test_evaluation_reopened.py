@@ -108,16 +108,16 @@ def test_the_divergence_is_that_of_the_whole_vocabulary_where_all_tokens_are_kep
     torch.manual_seed(0)
     one, other = torch.randn(5, 40), torch.randn(5, 40)
     labels = torch.arange(5)
-    run = plain.said(one, labels)
-    found = reopened.divergence(run, plain.said(other, labels, run["tokens"]))
+    run = plain.outputs_of(one, labels)
+    found = reopened.divergence(run, plain.outputs_of(other, labels, run.tokens))
     p, q = one.double().log_softmax(-1), other.double().log_softmax(-1)
     assert found == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-9)
 
 
 def test_of_a_large_vocabulary_the_divergence_of_equal_logits_is_zero():
     logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0))
-    run = plain.said(logits, torch.arange(3))
-    assert reopened.divergence(run, plain.said(logits, torch.arange(3), run["tokens"])) == 0
+    run = plain.outputs_of(logits, torch.arange(3))
+    assert reopened.divergence(run, plain.outputs_of(logits, torch.arange(3), run.tokens)) == 0
 
 
 def test_soft_caps_of_attention_scores_are_computed_in_the_opened_model():

@@ -71,16 +71,16 @@ def dismiss() -> None:
         os.waitpid(pid, 0)
 
 
-def run(asked: Path, answered: Path, said: Path) -> int:
+def run(asked: Path, answered: Path, printed: Path) -> int:
     """Run the script in the process that waits, else in one that is started now.
 
-    Return its exit code; what it prints is in `said`.
+    Return its exit code; what it prints is in `printed`.
     Raises: TimeoutError after SECONDS.
     """
     if _waiting:
         pid, pipe = _waiting.pop()
         try:
-            os.write(pipe, json_line([str(asked), str(answered), str(said)]).encode())
+            os.write(pipe, json_line([str(asked), str(answered), str(printed)]).encode())
             os.close(pipe)
         except BrokenPipeError:  # it was killed, as for memory
             pass
@@ -90,7 +90,7 @@ def run(asked: Path, answered: Path, said: Path) -> int:
     environ = {name: value for name, value in environment().items() if not is_of_launcher(name)}
     # -P: the folder of the script contains modules of this project
     words = [sys.executable, "-P", str(SCRIPT), str(asked), str(answered)]
-    with said.open("wb") as file:
+    with printed.open("wb") as file:
         # in a new session: Ctrl-C stops the run, whose weights are checked anyway
         process = subprocess.Popen(
             words, env=environ, stdout=file, stderr=file, start_new_session=True
@@ -120,8 +120,8 @@ def _serve(reading: int) -> NoReturn:
             # not to the end: processes that prepare batches have the other end open, too
             request = pipe.readline().strip()
         if request:
-            asked, answered, said = json.loads(request)
-            descriptor = os.open(said, os.O_WRONLY | os.O_CREAT)
+            asked, answered, printed = json.loads(request)
+            descriptor = os.open(printed, os.O_WRONLY | os.O_CREAT)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
             for name in filter(is_of_launcher, list(os.environ)):

@@ -2,7 +2,7 @@
 
 A script, run by its path in a separate process, so that nothing of this project is imported
 there: `reopened` starts it, or `opener` has done so before. It reads a request and rows, and writes
-what the weights say of these rows.
+the model's outputs for these rows.
 Legend: N labeled positions, V vocabulary, K tokens of a position.
 """
 
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ POSITIONS = 64  # whose probabilities over the full vocabulary are in memory at 
 FREE_TOKENS = 4  # generated if the first one is no stop
 IMAGES = "images."  # the row's number and the name of an argument follow
 SHOWN_TOKENS = 40  # of a prompt before a forced stop
-Said = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,16 @@ class Folder:
     prompts: Sequence[list[dict[str, Any]]] = ()  # messages, for the folder's chat template
 
 
+class Outputs(NamedTuple):
+    """What a model computes for N labels: on the CPU, in float64."""
+
+    nats: Tensor  # (N,): of the labels
+    best: Tensor  # (N,): the most likely tokens
+    tokens: Tensor  # (N, K)
+    log_probs: Tensor  # (N, K): of these tokens
+    rest: Tensor  # (N,): log probability of all other tokens
+
+
 @dataclass(frozen=True)
 class Facts:
     """What the folder of a request does with its stops and prompts, in their order."""
@@ -54,37 +63,32 @@ class Facts:
     prompts: list[list[int]]  # their ids
 
 
-def said(logits: Tensor, labels: Tensor, tokens: Tensor | None = None) -> Said:
-    """Return what logits (N, V) say of labels (N,): on the CPU, in float64.
-
-    `nats` (N,) of the labels, the most likely `best` (N,), `tokens` (N, K) with their `log_probs`,
-    and `rest` (N,), the log probability of all others. `tokens` may be given.
-    """
-    parts: list[Said] = []
+def outputs_of(logits: Tensor, labels: Tensor, tokens: Tensor | None = None) -> Outputs:
+    """Return the outputs for logits (N, V) and labels (N,); `tokens` may be given."""
+    parts: list[Outputs] = []
     for start in range(0, len(labels), POSITIONS):
         here = slice(start, start + POSITIONS)
         log_probs = logits[here].double().log_softmax(-1)
         wanted = labels[here].to(logits.device)
-        best = log_probs.argmax(-1)
         if tokens is None:
             kept = log_probs.topk(min(TOKENS, logits.shape[-1] - 1)).indices
         else:
             kept = tokens[here].to(logits.device)
         parts.append(
-            {
-                "nats": -log_probs.gather(1, wanted[:, None])[:, 0],
-                "best": best,
-                "tokens": kept,
-                "log_probs": log_probs.gather(1, kept),
-                "rest": log_probs.scatter(1, kept, -torch.inf).logsumexp(-1),
-            }
+            Outputs(
+                nats=-log_probs.gather(1, wanted[:, None])[:, 0],
+                best=log_probs.argmax(-1),
+                tokens=kept,
+                log_probs=log_probs.gather(1, kept),
+                rest=log_probs.scatter(1, kept, -torch.inf).logsumexp(-1),
+            )
         )
     return joined(parts)
 
 
-def joined(parts: list[Said]) -> Said:
-    """Return what several parts of the labels say, as one on the CPU."""
-    return {name: torch.cat([part[name] for part in parts]).cpu() for name in parts[0]}
+def joined(parts: list[Outputs]) -> Outputs:
+    """Return the outputs for several parts of the labels as one, on the CPU."""
+    return Outputs._make(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True))
 
 
 def end_with_parent(parent: int) -> None:
@@ -101,11 +105,11 @@ def answer(asked: str, answered: str) -> None:
     with open(asked, encoding="utf-8") as file:
         folder = Folder(**json.load(file))
     model, tokenizer = load(folder)
-    said_now = scored(model, load_file(folder.rows))
+    outputs = scored(model, load_file(folder.rows))
     stops = [ends_at(model, tokenizer, prompt, stop) for prompt, stop in folder.stops]
     prompts = [prompt_ids(tokenizer, messages) for messages in folder.prompts]
     facts = Facts(stops, prompts)
-    save_file(said_now, answered, metadata={"facts": json.dumps(vars(facts))})
+    save_file(outputs._asdict(), answered, metadata={"facts": json.dumps(vars(facts))})
 
 
 def load(folder: Folder) -> tuple[Any, Any]:
@@ -206,28 +210,28 @@ def with_soft_caps(model: Any) -> Any:
 
 
 @torch.no_grad()
-def scored(model: Any, rows: Mapping[str, Tensor], device: torch.device | None = None) -> Said:
-    """Return what a model says of the labeled positions of rows, which go to `device`.
+def scored(model: Any, rows: Mapping[str, Tensor], device: torch.device | None = None) -> Outputs:
+    """Return a model's outputs for the labeled positions of rows, which are moved to `device`.
 
-    None is the one of the model's embedding. Without `tokens` it says its most likely ones.
+    None is the device of the model's embedding. Rows may name the `tokens` of each position.
     """
     device = device or model.get_input_embeddings().weight.device
     if device.type == "meta":  # read from the disk, at each forward pass
         if not any(name.startswith(IMAGES) for name in rows):
             return scored_together(model, rows)
         device = torch.device("cpu")
-    parts: list[Said] = []
+    parts: list[Outputs] = []
     for number, (ids, positions, here) in enumerate(each_row(rows)):
         inputs = {"input_ids": ids[None], **pictures(rows, number)}
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
         logits = model(**inputs, use_cache=False).logits[0]
         labels = ids[positions]
         tokens = rows["tokens"][here] if "tokens" in rows else None
-        parts.append(said(logits[positions.to(logits.device) - 1], labels, tokens))
+        parts.append(outputs_of(logits[positions.to(logits.device) - 1], labels, tokens))
     return joined(parts)
 
 
-def scored_together(model: Any, rows: Mapping[str, Tensor]) -> Said:
+def scored_together(model: Any, rows: Mapping[str, Tensor]) -> Outputs:
     """Return the same of a model whose weights are read from the disk at each forward pass.
 
     All rows are one batch, and the head computes only the labeled positions.
@@ -247,7 +251,7 @@ def scored_together(model: Any, rows: Mapping[str, Tensor]) -> Said:
     logits = model(input_ids=padded, attention_mask=mask, use_cache=False).logits[0]
     hook.remove()
     labels = torch.cat([ids[positions] for ids, positions, _ in each])
-    return said(logits, labels, rows["tokens"])
+    return outputs_of(logits, labels, rows["tokens"])
 
 
 def pictures(rows: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:

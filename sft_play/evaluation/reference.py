@@ -22,7 +22,7 @@ from sft_play.data.render import IGNORE_INDEX, RenderError, render_prompt, stop_
 from sft_play.data.rows import Message
 from sft_play.data.store import Sample, Split
 from sft_play.data.templates import template_messages
-from sft_play.evaluation.plain import IMAGES, Said, each_row, scored
+from sft_play.evaluation.plain import IMAGES, Outputs, each_row, scored
 from sft_play.models.float8.linear import has_float8
 from sft_play.process import Process
 from sft_play.runs.files import Json, share
@@ -39,10 +39,10 @@ OF_ROWS = ("ids", "ends", "positions", "position_ends")  # the others are what t
 
 @dataclass(frozen=True)
 class Reference:
-    """Rows, what the evaluated model said of them, and prompts and stops as training had them."""
+    """Rows, the evaluated model's outputs for them, and prompts and stops as in training."""
 
     rows: dict[str, Tensor]  # OF_ROWS: of all rows in one; positions (N,) count in their row
-    said: Said
+    outputs: Outputs
     stops: list[tuple[list[int], int]]  # prompt of a row, and the stop that was trained after it
     prompts: list[tuple[list[Json], list[int]]]  # messages, and their ids
     compute_dtype: str  # of the evaluated model's products
@@ -51,7 +51,7 @@ class Reference:
     @property
     def loss(self) -> float:
         """The evaluated model's loss on these rows, nats a token."""
-        return float(self.said["nats"].mean())
+        return float(self.outputs.nats.mean())
 
     def shortened(self, count: int) -> "Reference":
         """Return that of the first `count` rows."""
@@ -59,13 +59,14 @@ class Reference:
         kept = zip(OF_ROWS, (tokens, count, positions, count), strict=True)
         # the images of rows that are left out are not looked at
         rows = self.rows | {name: self.rows[name][:end] for name, end in kept}
-        said = {name: tensor[:positions] for name, tensor in self.said.items()}
-        return replace(self, rows=rows, said=said)
+        outputs = Outputs._make(tensor[:positions] for tensor in self.outputs)
+        return replace(self, rows=rows, outputs=outputs)
 
     def write(self, folder: Path) -> None:
         """Write it into a run's folder of evaluations."""
         facts = {name: getattr(self, name) for name in FACTS}
-        tensors = {name: tensor.contiguous() for name, tensor in {**self.rows, **self.said}.items()}
+        named = (self.rows | self.outputs._asdict()).items()
+        tensors = {name: tensor.contiguous() for name, tensor in named}
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / REFERENCE_FILE, metadata={"facts": json.dumps(facts)})
         share(folder)
@@ -80,7 +81,7 @@ class Reference:
             facts = json.loads(file.metadata()["facts"])
         rows = {name: tensors.pop(name) for name in OF_ROWS}
         rows |= {name: tensors.pop(name) for name in list(tensors) if name.startswith(IMAGES)}
-        return cls(rows, tensors, **facts)
+        return cls(rows, Outputs(**tensors), **facts)
 
 
 @torch.no_grad()
@@ -105,10 +106,10 @@ def make_reference(
             for name, tensor in images([sample.images], ids[None]).items():
                 rows[f"{IMAGES}{number}.{name}"] = tensor
     with process.autocast():
-        said = scored(model, rows, process.device)
+        outputs = scored(model, rows, process.device)
     return Reference(
         rows,
-        said,
+        outputs,
         trained_ends(samples, stop_ids(tokenizer)),
         checked_prompts(tokenizer, system_prompt),
         FLOAT8 if has_float8(model) else str(process.compute_dtype).removeprefix("torch."),

@@ -1,10 +1,11 @@
-"""Saved weights that are opened again, and compared with what the evaluated model said.
+"""Saved weights that are opened again, and compared with the evaluated model's outputs.
 
 Only transformers and PEFT open them. Legend: N labeled positions of all rows.
 """
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -12,11 +13,12 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.evaluation import opener
-from sft_play.evaluation.plain import Facts, Folder, Said
+from sft_play.evaluation.plain import Facts, Folder, Outputs
 from sft_play.evaluation.reference import FLOAT8, Reference
 from sft_play.models import bnb
 from sft_play.models.base_files import plain_reading
@@ -63,7 +65,7 @@ def folder_of_run(
 
 @dataclass(frozen=True)
 class Reopened:
-    """What the opened folder says, compared with what the evaluated model said."""
+    """The outputs of an opened folder, compared with those of the evaluated model."""
 
     rows: int  # of the reference: a few of the scored ones
     eval_loss: float  # nats a token, on these rows
@@ -130,20 +132,25 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
     if folder.offload_folder is not None:
         fitting = int((reference.rows["ends"] <= TOKENS_FROM_DISK).sum())
         reference = reference.shortened(max(1, fitting))
-    tensors, facts = ask(folder, reference)
-    by_stop = dict(zip(_distinct_stops(reference), facts.stops, strict=True))
-    expected = [ids for _, ids in reference.prompts]
+    first_prompt = {stop: prompt for prompt, stop in reversed(reference.stops)}
+    stops = sorted(first_prompt)
+    request = replace(
+        folder,
+        stops=[(first_prompt[stop], stop) for stop in stops],
+        prompts=[messages for messages, _ in reference.prompts],
+    )
+    outputs, facts = ask(request, reference.rows, reference.outputs.tokens)
+    by_stop = dict(zip(stops, facts.stops, strict=True))
+    prompts = zip(facts.prompts, reference.prompts, strict=True)
     return Reopened(
         rows=len(reference.rows["ends"]),
-        eval_loss=float(tensors["nats"].mean()),
+        eval_loss=float(outputs.nats.mean()),
         run_eval_loss=reference.loss,
-        top1_agreement=float((tensors["best"] == reference.said["best"]).double().mean()),
-        kl=divergence(reference.said, tensors),
+        top1_agreement=float((outputs.best == reference.outputs.best).double().mean()),
+        kl=divergence(reference.outputs, outputs),
         stops=sum(by_stop[stop] for _, stop in reference.stops),
         stops_of=len(reference.stops),
-        changed_prompts=sum(
-            found != ids for found, ids in zip(facts.prompts, expected, strict=True)
-        ),
+        changed_prompts=sum(found != ids for found, (_, ids) in prompts),
         bound=choose_bound(folder, reference),
     )
 
@@ -157,46 +164,35 @@ def choose_bound(folder: Folder, reference: Reference) -> Bound:
     return EXACT if on_cpu and in_float32 else ROUNDED
 
 
-def divergence(run: Said, other: Said) -> float:
+def divergence(run: Outputs, other: Outputs) -> float:
     """Return the mean KL of a run's probabilities against others, nats.
 
     Over the run's most likely tokens, and all others as one.
     """
-    kept = run["log_probs"].exp() * (run["log_probs"] - other["log_probs"])
-    rest = run["rest"].exp() * (run["rest"] - other["rest"])
+    kept = run.log_probs.exp() * (run.log_probs - other.log_probs)
+    rest = run.rest.exp() * (run.rest - other.rest)
     return float((kept.sum(-1) + rest).mean())
 
 
-def ask(folder: Folder, reference: Reference) -> tuple[Said, Facts]:
-    """Return what the script says of the reference's rows, and its facts.
+def ask(folder: Folder, rows: Mapping[str, Tensor], tokens: Tensor) -> tuple[Outputs, Facts]:
+    """Return the outputs of a folder for rows and the tokens of each position, and its facts.
 
-    Raises: CheckpointError with what it could not do.
+    Raises: CheckpointError with what the script could not do.
     """
-    first_prompt = {stop: prompt for prompt, stop in reversed(reference.stops)}
     with tempfile.TemporaryDirectory() as temporary:
-        names = ("rows.safetensors", "request.json", "answer.safetensors", "said.txt")
-        rows, asked, answered, said = (Path(temporary) / name for name in names)
-        tokens = reference.said["tokens"].contiguous()
-        save_file({**reference.rows, "tokens": tokens}, rows)
-        request = replace(
-            folder,
-            rows=rows,
-            stops=[(first_prompt[stop], stop) for stop in _distinct_stops(reference)],
-            prompts=[messages for messages, _ in reference.prompts],
-        )
+        names = ("rows.safetensors", "request.json", "answer.safetensors", "printed.txt")
+        path, asked, answered, printed = (Path(temporary) / name for name in names)
+        save_file({**rows, "tokens": tokens.contiguous()}, path)
+        request = replace(folder, rows=path)
         asked.write_text(json.dumps(vars(request), default=str), encoding="utf-8")
-        code = opener.run(asked, answered, said)
+        code = opener.run(asked, answered, printed)
         if code:
-            lines = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            lines = printed.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             why = lines[-1] if lines and code > 0 else f"exit status {code}"
             raise CheckpointError(f"{folder.path}: transformers cannot open and use it: {why}")
         with safe_open(answered, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, Facts(**json.loads(file.metadata()["facts"]))
-
-
-def _distinct_stops(reference: Reference) -> list[int]:
-    return sorted({stop for _, stop in reference.stops})
+            return Outputs(**tensors), Facts(**json.loads(file.metadata()["facts"]))
 
 
 def _stored_in_float32(folder: Folder) -> bool:

@@ -39,7 +39,7 @@ from sft_play.config.sections.train import Delivered
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
-from sft_play.evaluation.reference import Reference, as_tensors
+from sft_play.evaluation.reference import as_tensors
 from sft_play.evaluation.reopened import Folder, Reopened, ask, reopen
 from sft_play.inference.exported import Export, Written, link_files, write_plain_model
 from sft_play.inference.improvement import Losses, interval, read_scored_rows
@@ -277,10 +277,11 @@ class CompressedScores:
     def line(self, name: str) -> str:
         """Return the line that is printed."""
         low, high = interval(self.table)
-        said = self.reopened
+        found = self.reopened
         return (
             f"{name} {self.losses.line()} [{low:.3f}, {high:.3f}] "
-            f"KL={said.kl:.1e} top-1={said.top1_agreement:.3f} stops={said.stops}/{said.stops_of}"
+            f"KL={found.kl:.1e} top-1={found.top1_agreement:.3f} "
+            f"stops={found.stops}/{found.stops_of}"
         )
 
     @property
@@ -325,7 +326,6 @@ def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:
     labels = [np.flatnonzero(sample.labels != IGNORE_INDEX).tolist() for sample in samples]
     rows = as_tensors(samples, labels)
     tokens = torch.zeros(len(rows["positions"]), 1, dtype=torch.int64)
-    asked = Reference(rows, {"tokens": tokens}, [], [], "", "")
-    tensors, _ = ask(folder, asked)
-    of_rows = tensors["nats"].tensor_split(rows["position_ends"][:-1])
+    outputs, _ = ask(folder, rows, tokens)
+    of_rows = outputs.nats.tensor_split(rows["position_ends"][:-1])
     return [row.sum().item() for row in of_rows]

@@ -158,6 +158,6 @@ def losses_now(folder: RunFolder, rows: int) -> tuple[float, float]:
     losses = []
     for context in (contextlib.nullcontext, trained.model.disable_adapter):
         with torch.no_grad(), trained.process.autocast(), context():
-            said = scored(trained.model, chosen, trained.process.device)
-        losses.append(said["nats"].mean().item())
+            outputs = scored(trained.model, chosen, trained.process.device)
+        losses.append(outputs.nats.mean().item())
     return losses[0], losses[1]
