@@ -70,10 +70,8 @@ class HeldOutEvaluation:
             scores = self.loop.score(self.evaluator)
         self.scores[when] = scores
         rows = len(self.evaluator.scored)
-        self.recorder.update(
-            metrics={**self.recorder.report.metrics, when: {**scores.as_metrics(), "rows": rows}},
-            global_step=self.loop.state.global_step,
-        )
+        metrics = self.recorder.report.metrics | {when: scores.as_metrics() | {"rows": rows}}
+        self.recorder.update(metrics=metrics, global_step=self.loop.state.global_step)
         self.loop.log_scores("test", self.evaluator, scores, scores.as_test_metrics())
         if self.recorder.rank != 0:
             return

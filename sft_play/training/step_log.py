@@ -202,13 +202,10 @@ class StepLog(TrainerCallback):
             f"step/{part}_seconds": sum(rank.seconds.get(part, 0.0) for rank in ranks) / len(ranks)
             for part in names
         }
-        by_rank = {
-            **losses_by_rank(ranks, steps),
-            **parts,
-            **gpu_values(ranks, self.process.device.type),
-            "time/evaluation_seconds": self.evaluations.seconds,
-            "time/save_seconds": self.save_seconds,
-        }
+        by_rank = losses_by_rank(ranks, steps) | parts
+        by_rank |= gpu_values(ranks, self.process.device.type)
+        by_rank["time/evaluation_seconds"] = self.evaluations.seconds
+        by_rank["time/save_seconds"] = self.save_seconds
         waited = {WAITED: parts[WAITED]} if WAITED in parts else {}
         speed = waited | self._speed([rank.work for rank in ranks if rank.work is not None])
         gpus = tuple(sample for rank in ranks for sample in rank.gpus)

@@ -237,7 +237,7 @@ class Trackers(TrainerCallback):
                 text = answers_text(details.answers)
                 board.tb_writer.add_text(f"samples/{details.rows}", text, state.global_step)
         for tracker in self.trackers:
-            tracker.on_log(args, state, control, logs={**logs, **details.by_rank}, **facts)
+            tracker.on_log(args, state, control, logs=logs | details.by_rank, **facts)
 
     def on_save(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:
