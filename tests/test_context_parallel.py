@@ -37,7 +37,6 @@ CASES = {
     "llama in full": ("llama", "full"),
     "gemma3": ("gemma3", "lora"),
     "gemma2": ("gemma2", "lora"),
-    "mistral": ("mistral", "lora"),
     "gpt_oss": ("gpt_oss", "lora"),
     "qwen3_moe": ("qwen3_moe", "lora"),
     "deepseek_v3": ("deepseek_v3", "full"),

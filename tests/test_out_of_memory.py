@@ -386,6 +386,7 @@ def test_both_ranks_end_with_the_class_of_the_first(plan_run, rank):
     check_both_ended(folder, rank, "")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_machine_with_a_folder_of_its_own_writes_the_cause_of_the_other_down(plan_run):
     folders = [plan_run(LONG, num_gpus=2) for _ in range(2)]

@@ -6,6 +6,7 @@ import published_models
 import pytest
 import torch
 from architecture_steps import CPU, adapted, fused, gap, reference_step, settings, trained_step
+from marks import long
 from published_corrections import small_fields
 from tiny_models import TINY
 
@@ -38,9 +39,18 @@ def with_rows(tokens: int) -> Config:
     return lora.model_copy(update={"model": lora.model.model_copy(update={"max_seq_len": tokens})})
 
 
-@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize(
-    "chunk, floor", [(7, PUBLISHED_FLOOR), (40, PUBLISHED_FLOOR), (ROW, 20), (7, 20)]
+    "chunk, floor, is_packed",
+    [
+        (7, PUBLISHED_FLOOR, True),
+        (40, PUBLISHED_FLOOR, False),
+        (ROW, 20, True),
+        (7, 20, False),
+        long(7, PUBLISHED_FLOOR, False),
+        long(40, PUBLISHED_FLOOR, True),
+        long(ROW, 20, False),
+        long(7, 20, True),
+    ],
 )
 def test_a_step_is_that_of_each_document_alone(chunk, floor, is_packed, monkeypatch):
     plain = adapted(llama4(chunk, floor, monkeypatch), settings("lora"))
