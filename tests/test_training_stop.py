@@ -90,7 +90,8 @@ def test_before_gradients_of_the_first_step_a_signal_interrupts(folder):
 def test_a_run_that_is_stopped_while_it_is_scored_keeps_its_last_step_and_goes_on_with_the_scores(
     plan_run, run_worker, losses_of
 ):
-    folder = plan_run({"train.max_steps": 3})
+    # answers take long enough for the signal
+    folder = plan_run({"train.max_steps": 3, "train.predict_with_generate": True})
     thread = send_at(folder, "step 3/3", signal.SIGTERM)
     assert run_worker(folder) == ExitClass.STOPPED
     thread.join()
