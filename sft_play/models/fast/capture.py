@@ -113,11 +113,10 @@ def _simple(value: Any) -> Any:
 
 def _tensors(module: nn.Module) -> tuple[Any, ...]:
     """Return what is known about a module's direct parameters, without their values."""
-    found = []
-    for name, parameter in module.named_parameters(recurse=False):
-        form = (name, true_shape(parameter), parameter.dtype, parameter.requires_grad)
-        found.append(form)
-    return tuple(found)
+    return tuple(
+        (name, true_shape(parameter), parameter.dtype, parameter.requires_grad)
+        for name, parameter in module.named_parameters(recurse=False)
+    )
 
 
 def _config_of_layer(module: nn.Module, config: PretrainedConfig) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils.hooks import RemovableHandle
 
 from sft_play.data.collate import IMAGE_BLOCKS, RowPart
 from sft_play.models.architecture import encoders_of
@@ -145,6 +146,8 @@ class Documents:
     context: ContextGroup | None = None  # the ranks that share each row's tokens
     given_lengths: Sequence[int] | None = None  # tokens per document, if the batch has them
     image_blocks: Sequence[ImageBlock] = ()
+    # By the mask that attention gets: the tokens that image tokens attend to, as `ImageRows`
+    image_rows: dict[Tensor, Any] = field(default_factory=dict)
     _places_with_gaps: dict[int, Tensor] = field(init=False, default_factory=dict)
     _elsewhere: dict[torch.device, "Documents"] = field(init=False, default_factory=dict)
 
@@ -294,15 +297,17 @@ def watch_documents(model: nn.Module, decoder: nn.Module) -> PackedDocuments:
         model.register_forward_pre_hook(packed.enter_model, with_kwargs=True)
         model.register_forward_hook(packed.leave_model, always_call=True)
     for encoder in encoders_of(model).values():
-        encoder.register_forward_pre_hook(_without_documents, with_kwargs=True)
+        hide_arguments(encoder, BOUNDARIES)  # documents of the text are not its sequences
     return packed
 
 
-def _without_documents(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of an encoder: documents of the text are not the encoder's sequences."""
-    return args, {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+def hide_arguments(module: nn.Module, names: Sequence[str]) -> RemovableHandle:
+    """Call a module without some keyword arguments; return the hook."""
+
+    def hide(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return args, {name: value for name, value in kwargs.items() if name not in names}
+
+    return module.register_forward_pre_hook(hide, with_kwargs=True)
 
 
 def forward_by_document(lengths: list[int], module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -40,6 +40,11 @@ from sft_play.models.float8.rows import FLOAT8, Quantized
 from sft_play.plan.needs import FLOAT8_CAPABILITY
 from sft_play.plan.structure import FLOAT8_MULTIPLE
 
+logger = logging.getLogger(__name__)
+
+METHOD = "sft_play_float8"
+NAMED = 3  # layers per reason that the log names
+
 
 class Float8Linear(nn.Linear):
     """y = x W^T + b with x quantized per token, and its gradient with dy quantized per token.
@@ -138,12 +143,6 @@ def refuse_merging(model: PeftModel) -> None:
     for module in model.modules():
         if type(module) is PeftLinear and is_float8(module):
             module.__class__ = Float8LoraLinear
-
-
-logger = logging.getLogger(__name__)
-
-METHOD = "sft_play_float8"
-NAMED = 3  # layers per reason that the log names
 
 
 @dataclass

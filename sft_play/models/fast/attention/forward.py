@@ -42,7 +42,6 @@ from sft_play.models.fast.documents import (
     UNMASKED,
     PackedDocuments,
     is_unmasked,
-    named_documents,
 )
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.recognize import AttentionKind
@@ -84,8 +83,9 @@ def attention_forward(
     scoring = Scoring(self.scaling, _window(self))
     documents = self.packed_documents.on(query.device)  # set when attention is installed
     mixed = attend(query, key, value, scoring, documents)
-    if attention_mask is not UNMASKED:
-        mixed = with_image_rows(mixed, (query, key, value), scoring, attention_mask)
+    if documents is not None and attention_mask in documents.image_rows:
+        rows = documents.image_rows[attention_mask]
+        mixed = with_image_rows(mixed, (query, key, value), scoring, rows)
     (output,) = _run_linears(self, mixed.flatten(-2), self.output_linear)
     return output, None
 
@@ -183,7 +183,7 @@ def remove_mask(
     These are batches with document boundaries, and training batches of unpacked rows, whose padding
     is on the right.
     """
-    is_packed = named_documents(kwargs) is not None
+    is_packed = kwargs.get("cu_seq_lens_q") is not None
     watched: PackedDocuments | None = vars(module).get("packed_documents")
     given = kwargs.get("attention_mask")
     is_made = isinstance(given, dict) or (isinstance(given, Tensor) and given.dim() == 4)
@@ -196,7 +196,7 @@ def remove_mask(
     cache = kwargs.get("past_key_values", kwargs.get("cache"))
     if cache is not None or not (is_packed or is_plain_step):
         return None
-    mask = image_masks(given, watched.batch.image_blocks) if sees_ahead else UNMASKED
+    mask = image_masks(given, watched.batch) if sees_ahead else UNMASKED
     return args, {**kwargs, "attention_mask": mask, "use_cache": False}
 
 
@@ -265,8 +265,8 @@ def attention_interface_forward(
         tokens_first.append(tensor.transpose(1, 2))
     documents = module.packed_documents.on(query.device)
     mixed = attend(*tokens_first, scoring, documents)
-    if attention_mask is not UNMASKED:
-        mixed = with_image_rows(mixed, tokens_first, scoring, attention_mask)
+    if documents is not None and attention_mask in documents.image_rows:
+        mixed = with_image_rows(mixed, tokens_first, scoring, documents.image_rows[attention_mask])
     return mixed, None
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sft_play.models import triton_kernels
-from sft_play.models.fast.documents import UNMASKED, ImageBlock
+from sft_play.models.fast.documents import UNMASKED, Documents, ImageBlock
 from sft_play.models.fast.setup import Gradients
 
 
@@ -179,7 +179,6 @@ class AllocatedFlashAttention(torch.autograd.Function):
 
 
 ALIGNED = 8  # a mask's rows are multiples of this, for torch's memory-efficient kernel
-ROWS = "image_rows"  # attribute of an UNMASKED mask with images
 
 
 @dataclass(frozen=True)
@@ -196,18 +195,18 @@ class ImageRows:
 Masks = Tensor | None | dict[str, Tensor | None]
 
 
-def image_masks(masks: Masks, blocks: Sequence[ImageBlock]) -> Tensor | dict[str, Tensor]:
-    """Return UNMASKED with the rows of images, in place of a model's masks (B, 1, T, T) bool.
+def image_masks(masks: Masks, documents: Documents) -> Tensor | dict[str, Tensor]:
+    """Return copies of UNMASKED in place of a model's masks (B, 1, T, T) bool.
 
-    There may be several masks, by kind of layer. A mask that is None is causal, and becomes
-    UNMASKED.
+    The rows of images are stored in `documents`, by copy. There may be several masks, by kind of
+    layer. A mask that is None is causal, and becomes UNMASKED.
     """
     if isinstance(masks, dict):
-        return {kind: image_masks(mask, blocks) for kind, mask in masks.items()}
+        return {kind: image_masks(mask, documents) for kind, mask in masks.items()}
     if masks is None:
         return UNMASKED
     mask = torch.empty_like(UNMASKED)
-    setattr(mask, ROWS, _rows_of(masks, blocks))
+    documents.image_rows[mask] = _rows_of(masks, documents.image_blocks)
     return mask
 
 
@@ -236,17 +235,14 @@ def _padded(ranges: Sequence[range]) -> Tensor:
 
 
 def with_image_rows(
-    mixed: Tensor, inputs: Sequence[Tensor], scoring: Scoring, mask: Tensor
+    mixed: Tensor, inputs: Sequence[Tensor], scoring: Scoring, rows: ImageRows
 ) -> Tensor:
-    """Return causal attention (B, T, H, D), with the rows of images as defined by the mask.
+    """Return causal attention (B, T, H, D), with the rows of images as defined by `rows`.
 
     `inputs` are query (B, T, H, D), key (B, T, K, D) and value.
 
     Raises: ValueError for scores with a cap or sinks. No model with bidirectional images has them.
     """
-    rows: ImageRows | None = getattr(mask, ROWS, None)
-    if rows is None:
-        return mixed
     if scoring.softcap is not None or scoring.sinks is not None:
         raise ValueError("images that are read in both directions have no soft cap and no sinks")
     query, key, value = (tensor.flatten(0, 1) for tensor in inputs)

@@ -29,6 +29,7 @@ from sft_play.models.fast.capture import LENGTHS, PACKED, Call, capture, preserv
 from sft_play.models.fast.documents import (
     Documents,
     PackedDocuments,
+    hide_arguments,
     watch_documents,
 )
 from sft_play.models.fast.mixers.forward import LEFT_OUT, forward_packed, install_mixer, rebound
@@ -52,13 +53,9 @@ def hiding_documents(decoder: nn.Module) -> Iterator[None]:
     With them, the original implementation may reset only one of its states, or fail if it has no
     kernels.
     """
-
-    def hide(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        return args, {name: value for name, value in kwargs.items() if name not in LEFT_OUT}
-
     with contextlib.ExitStack() as hooks:
         for module in likely_mixers(decoder):
-            hooks.enter_context(module.register_forward_pre_hook(hide, with_kwargs=True))
+            hooks.enter_context(hide_arguments(module, LEFT_OUT))
         yield
 
 

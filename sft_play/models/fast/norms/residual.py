@@ -234,13 +234,7 @@ class Allocated:
     """What the kernels allocate in a trace."""
 
     @staticmethod
-    def forward(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        kind: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(x: Tensor, residual: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Return y and s like x, and a float32 for each token."""
         y = torch.empty_like(x)
         s = x if residual is None else torch.empty_like(x)
@@ -330,7 +324,7 @@ class Launched:
         residual: Tensor | None,
         weight: Tensor,
         eps: float,
-        kind: Any,
+        kind: NormKind,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return y and s (..., H), and 1 / rms(s) (N,) float32."""
         x = x.contiguous()
@@ -355,7 +349,7 @@ class Launched:
         s: Tensor,
         weight: Tensor,
         inverse: Tensor,
-        kind: Any,
+        kind: NormKind,
     ) -> Tensor:
         """Return dx (..., H)."""
         dx = torch.empty_like(s)
