@@ -44,7 +44,7 @@ TOKENS = {
     "monitor": 7_850,
     "notebooks": 13_580,
     "plan": 48_740,
-    "reporting": 10_670,
+    "reporting": 10_680,
     "runs": 14_970,
     "training": 46_820,
 }

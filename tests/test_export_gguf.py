@@ -168,7 +168,7 @@ def test_a_file_must_keep_the_gain_and_the_stops():
     said = "llama.cpp gives other tokens in 1 of 10 rows"
     assert replace(SCORES, tokens=SameTokens(9, 10)).faults() == [said]
     late = replace(SCORES, ended=2)
-    assert late.faults() == ["8 of 10 answers run on behind the trained stop"]
+    assert late.faults() == ["8 of 10 answers continue after the trained stop"]
     no_gain = replace(SCORES, losses=Losses(1.1, 1.0, 1.0, 10))
     assert no_gain.faults() == ["eval_loss 1.100 instead of 1.000 (10 rows)"]
     assert no_gain.as_json() == {

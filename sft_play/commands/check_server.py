@@ -163,7 +163,7 @@ class Tally:
             return
         about = "it stops if the model continues"
         if row.has_ended:
-            about = "it runs on behind the trained stop"
+            about = "it continues after the trained stop"
         self._differs(
             row,
             f"it ended by {choice.finish_reason}, and the model by {row.finish_reason}: {about}",

@@ -251,7 +251,7 @@ class GgufScores:
         found = self.losses.faults(LEAST_GAIN)
         if self.run_ended - self.ended > max(1, self.answers // 10):
             lost = self.run_ended - self.ended
-            found.append(f"{lost} of {self.answers} answers run on behind the trained stop")
+            found.append(f"{lost} of {self.answers} answers continue after the trained stop")
         if self.tokens.share < LEAST_SAME_TOKENS:
             other = self.tokens.rows - self.tokens.same
             found.append(f"llama.cpp gives other tokens in {other} of {self.tokens.rows} rows")

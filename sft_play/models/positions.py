@@ -66,8 +66,12 @@ def room_for_answer(model: nn.Module, prompt_tokens: int, limit: int) -> int:
             "answer; write less, in a chat /reset"
         )
     logger.warning(
-        "answers behind %d tokens end after %d in place of %d: the model has %d learned positions",
-        *(prompt_tokens, room, limit, positions),
+        "answers to prompts of %d tokens end after %d tokens instead of %d: the model has %d "
+        "learned positions",
+        prompt_tokens,
+        room,
+        limit,
+        positions,
     )
     return room
 

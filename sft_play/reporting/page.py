@@ -41,6 +41,18 @@ run model facts verdict rows_scored improved worsened memory times ledger checks
 
 logger = logging.getLogger(__name__)
 
+# of damaged, missing or foreign files, and of values that the page cannot show
+PAGE_ERRORS = (
+    OSError,
+    SftPlayError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    TemplateError,
+)
+
 
 def render(template: str, **values: Any) -> str:
     """Return the text of a template in templates/."""
@@ -138,8 +150,7 @@ def write_report_or_warn(folder: RunFolder) -> None:
     """
     try:
         write_report(folder)
-    # damaged, missing or foreign files, and values that the page cannot show
-    except (OSError, SftPlayError, ValueError, LookupError, TypeError, TemplateError) as error:
+    except PAGE_ERRORS as error:
         logger.warning(
             "%s cannot be written: %s; run.json has the end of the run",
             folder.path / "report.html",

@@ -83,7 +83,7 @@ def _why_base_not_fusable(experts: nn.Module) -> str | None:
         if is_missing(parameter):
             return ZERO_3
     if getattr(experts, "has_post_expert_norm", False):
-        return "a norm behind each expert"
+        return "a norm after each expert"
     for name in (inner_name(experts), "down_proj"):
         weight = weight_of(experts, name)
         if isinstance(weight, Params4bit) and weight.quant_state is None:

@@ -180,7 +180,7 @@ def why_loss_not_fusable(model: nn.Module) -> str | None:
         return "the output head is patched already"
     formula = _formula_of(model)
     if formula is None or not _logits_come_from_head(model, head, formula):
-        return "the logits are not those of the output head (scaled or changed behind it)"
+        return "the logits are not those of the output head (scaled or changed after it)"
     return None
 
 
