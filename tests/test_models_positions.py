@@ -1,4 +1,4 @@
-"""Models with a table of learned positions: nothing is read behind its end."""
+"""Models with a table of learned positions: nothing is read after its end."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_an_answer_ends_where_the_learned_positions_do(learned, caplog):
     )
     ids = generator.generate(learned, [list(range(5, 25)), list(range(5, 15))])
     assert ids.shape[1] <= 4
-    assert "end after 4 in place of 100: the model has 24 learned positions" in caplog.text
+    assert "end after 4 tokens instead of 100: the model has 24 learned positions" in caplog.text
     with pytest.raises(DataError, match="a prompt has 24 tokens, and the model takes 24"):
         generator.generate(learned, [list(range(5, 29))])
 
