@@ -49,7 +49,7 @@ TOKENS = {
     "training": 46_820,
 }
 FILES = 325
-FUNCTIONS = 3_973
+FUNCTIONS = 3_972
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 622
 CALLED_FUNCTIONS = 64

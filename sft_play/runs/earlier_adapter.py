@@ -70,14 +70,13 @@ def settings_of_adapter(named: str, output_dir: Path) -> Layer:
     Raises: as `find_adapter`; ConfigError for one that no settings describe.
     """
     folder = find_adapter(named, output_dir)
-    values = _of_stamp(folder) if (folder / stamp.NAME).is_file() else _of_config(folder)
+    if (folder / stamp.NAME).is_file():
+        config = Config.of_run(stamp.read(folder).config)
+        values = {path: attrgetter(path)(config) for path in (*SHAPE, *OF_RUN)}
+    else:
+        values = _of_config(folder)
     values[SETTING] = str(folder.absolute())
     return {path: Located(value, f"{SETTING}={named}") for path, value in values.items()}
-
-
-def _of_stamp(folder: Path) -> Json:
-    config = Config.of_run(stamp.read(folder).config)
-    return {path: attrgetter(path)(config) for path in (*SHAPE, *OF_RUN)}
 
 
 def _of_config(folder: Path) -> Json:

@@ -121,6 +121,15 @@ class Check:
 
 
 @dataclass(frozen=True)
+class BestCheckpoint:
+    """The checkpoint whose weights are saved, and its score."""
+
+    step: int
+    metric: str
+    value: float
+
+
+@dataclass(frozen=True)
 class LengthHistogram:
     """Lengths of samples in tokens: counts[i] samples have edges[i] <= length < edges[i + 1]."""
 
@@ -199,7 +208,7 @@ class RunReport:
     memory: PhasePeaks | None = None
     memory_by_rank: list[RankMemory] | None = None
     metrics: dict[str, dict[str, float | int]] | None = None  # by before and after
-    best: Json | None = None  # the checkpoint whose weights are saved, if not the last
+    best: BestCheckpoint | None = None  # None without train.load_best_model_at_end
     skipped_steps: list[int] | None = None  # left out by train.on_nonfinite
     loss: list[LoggedLoss] | None = None
     history: list[LoggedStep] | None = None

@@ -158,11 +158,10 @@ def _lacking(facts: Any) -> list[str]:
     """Return the facts that a stamp must have and has not."""
     if not isinstance(facts, dict):
         return REQUIRED
-    empty: tuple[Any, ...] = (None, "", {}, [])
     return [
         name
         for name in REQUIRED
-        if name not in facts or (facts[name] in empty and name not in MAY_BE_EMPTY)
+        if name not in facts or (facts[name] in (None, "", {}, []) and name not in MAY_BE_EMPTY)
     ]
 
 

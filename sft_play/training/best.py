@@ -17,6 +17,7 @@ from sft_play.config.metrics import is_higher_better
 from sft_play.config.schema import TrainSection
 from sft_play.errors import ConfigError, DivergedError
 from sft_play.models.sharding import trains_divided
+from sft_play.runs.report import BestCheckpoint
 
 logger = logging.getLogger(__name__)
 
@@ -206,11 +207,11 @@ def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:
         )
 
 
-def warning_of(watch: LossWatch, best: Mapping[str, Any] | None) -> str | None:
+def warning_of(watch: LossWatch, best: BestCheckpoint | None) -> str | None:
     """Return the warning of a run that publishes its best weights although it has diverged."""
     if watch.diverged is None or best is None:
         return None
     return (
-        f"{watch.diverged}; published are the weights of step {best['step']}, the best by "
-        f"{best['metric']}={best['value']:.4g}"
+        f"{watch.diverged}; published are the weights of step {best.step}, the best by "
+        f"{best.metric}={best.value:.4g}"
     )

@@ -41,6 +41,7 @@ from sft_play.process import Process
 from sft_play.runs import checkpoints, seal, stamp
 from sft_play.runs.checkpoints import STAGING
 from sft_play.runs.files import rename, share
+from sft_play.runs.report import BestCheckpoint
 from sft_play.runs.resumed import DIVIDED_OPTIMIZER
 from sft_play.training.best import best_step, metric_of, scores_by_step
 from sft_play.training.checks import check_finite, check_finite_optimizer
@@ -75,8 +76,8 @@ def save_checkpoint(
     return target
 
 
-def take_best(engine: Engine, state: TrainerState, train: TrainSection) -> dict[str, Any] | None:
-    """Load the weights of the best checkpoint into the model, and return its facts.
+def take_best(engine: Engine, state: TrainerState, train: TrainSection) -> BestCheckpoint | None:
+    """Load the weights of the best checkpoint into the model, and return which one it is.
 
     Return None if this is not requested, or if no checkpoint was scored. Every rank must call it.
     """
@@ -85,7 +86,7 @@ def take_best(engine: Engine, state: TrainerState, train: TrainSection) -> dict[
     step = best_step(history, metric)
     if not train.load_best_model_at_end or step is None:
         return None
-    found = {"step": step, "metric": metric, "value": scores_by_step(history, metric)[step]}
+    found = BestCheckpoint(step, metric, scores_by_step(history, metric)[step])
     if step == state.global_step:
         return found
     checkpoint = Path(engine.args.output_dir) / f"checkpoint-{step}"
@@ -102,7 +103,7 @@ def take_best(engine: Engine, state: TrainerState, train: TrainSection) -> dict[
             "best step=%d %s=%.4f: its weights are scored and saved, not those of step %d",
             step,
             metric,
-            found["value"],
+            found.value,
             state.global_step,
         )
     return found
