@@ -7,8 +7,10 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from sft_play.models.fast.norms import residual
-from sft_play.models.fast.norms.residual import GEMMA, LLAMA, add_norm
+from sft_play.models.fast.norms.residual import NormKind, add_norm
 
+LLAMA = NormKind("llama", 0.0, in_place=True)
+GEMMA = NormKind("gemma", 1.0, in_place=True)
 KINDS = {"llama": (LlamaRMSNorm, LLAMA), "gemma": (GemmaRMSNorm, GEMMA)}
 FEATURES = 40  # not a power of two
 SAME = 1e-6  # tolerance of float32 sums in another order

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from test_fast_install import INPUTS, MODELS, batches, plain_model, settings
+from test_fast_residual import GEMMA, LLAMA
 
 from sft_play.data.collate import labelled
 from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
-from sft_play.models.fast.norms.residual import GEMMA, LLAMA, Launched, Reference
+from sft_play.models.fast.norms.residual import Launched, Reference
 from sft_play.process import Process
 
 pytestmark = pytest.mark.gpu

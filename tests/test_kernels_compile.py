@@ -6,8 +6,9 @@ import pytest
 import torch
 from bitsandbytes.functional import quantize_4bit
 from marks import long
+from test_fast_residual import GEMMA, LLAMA
 
-from sft_play.models.fast.norms.residual import GEMMA, LLAMA, Launched
+from sft_play.models.fast.norms.residual import Launched
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
 

@@ -47,8 +47,13 @@ DROPPED_ARGUMENTS = {
 SAMPLING = "train_sampling_strategy"
 # Of SFTTrainer once, of its arguments now
 MOVED_TO_ARGUMENTS = (
-    *("dataset_text_field", "max_seq_length", "packing", "eval_packing", "dataset_num_proc"),
-    *("dataset_kwargs", "neftune_noise_alpha"),
+    "dataset_text_field",
+    "max_seq_length",
+    "packing",
+    "eval_packing",
+    "dataset_num_proc",
+    "dataset_kwargs",
+    "neftune_noise_alpha",
 )
 
 

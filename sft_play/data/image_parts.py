@@ -36,7 +36,13 @@ MEDIA_TYPES = ("video", "video_url", "input_video", "audio", "audio_url", "input
 ENCODED_KEYS = ("bytes", "base64", "data")
 IMAGE_KEYS = (
     *ENCODED_KEYS,
-    *("image", "image_url", "source", "inlineData", "inline_data", "url", "path"),
+    "image",
+    "image_url",
+    "source",
+    "inlineData",
+    "inline_data",
+    "url",
+    "path",
 )
 # The start of base64 of JPEG, PNG, GIF, WebP, BMP and TIFF; a path also has a dot
 BASE64_IMAGE = re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk|SUkq|TU0AK)[\w+/\s]{60,}=*\s*", re.A)

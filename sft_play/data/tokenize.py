@@ -59,9 +59,17 @@ CHUNKS_IN_FLIGHT = 3  # per process
 CHECKED_ROWS = 2000  # most mistakes show in these; after them, a bad row ends the reading at once
 # Settings of data that change every row. They are part of the cache key.
 ROW_SETTINGS = {
-    *("too_long", "train_on", "reasoning", "special_tokens_in_text"),
-    *("system_prompt", "system_prompt_mode", "on_bad_row", "image_min_pixels"),
-    *("image_max_pixels", "image_folder", "image_urls"),
+    "too_long",
+    "train_on",
+    "reasoning",
+    "special_tokens_in_text",
+    "system_prompt",
+    "system_prompt_mode",
+    "on_bad_row",
+    "image_min_pixels",
+    "image_max_pixels",
+    "image_folder",
+    "image_urls",
 }
 
 

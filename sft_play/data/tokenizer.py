@@ -35,8 +35,13 @@ from sft_play.runs.model_folder import read_object
 
 # Vocabulary files: the only tokenizer file of some models, next to tokenizer_config.json in others
 FILES = (
-    *("tokenizer.json", "tokenizer.model", "tiktoken.model", "spiece.model", "tekken.json"),
-    *("vocab.json", "vocab.txt"),
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "spiece.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
 )
 NO_VOCABULARY = f"it has none of {', '.join(FILES)}; copy those of its base into the folder"
 # A file with this name may belong to either package

@@ -247,6 +247,6 @@ def rounded(x: Tensor, kind: str, group: int) -> Tensor:
     warps = min(16, max(4, rows * padded // WARP_NUMBERS))
     with on_device_of(x):
         _round[(triton.cdiv(groups, rows),)](
-            *(x, output, largest, groups, group, kind, rows, padded), num_warps=warps
+            x, output, largest, groups, group, kind, rows, padded, num_warps=warps
         )
     return output

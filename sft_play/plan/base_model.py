@@ -71,8 +71,11 @@ CAUSAL = "set MODEL_NAME to a causal language model"
 
 # Of the metadata of a GGUF file
 MADE_FROM = (
-    *("general.source.repo_url", "general.repo_url", "general.base_model.0.repo_url"),
-    *("general.organization", "general.name"),
+    "general.source.repo_url",
+    "general.repo_url",
+    "general.base_model.0.repo_url",
+    "general.organization",
+    "general.name",
 )
 GGUF_HEADER_BYTES = 1 << 16  # these come first, before the vocabulary
 UNPACK = (

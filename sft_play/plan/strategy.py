@@ -26,7 +26,9 @@ ZERO_CONFIGS = {
 # The stages that make train-deepspeed tries, in order
 ZERO_ORDER = ("zero2", "zero3")
 UNSHARDED = (
-    *("tuning.lora.use_dora", "tuning.lora.modules_to_save", "tuning.lora.trainable_tokens"),
+    "tuning.lora.use_dora",
+    "tuning.lora.modules_to_save",
+    "tuning.lora.trainable_tokens",
     "model.add_tokens",
 )
 # The optimizers whose step torch can shard across ranks; bitsandbytes' kernels need full tensors

@@ -257,9 +257,12 @@ class ProofStore:
             return
         setup.proved.update(record["proofs"])
         logger.info(
-            "fast path: %d proofs of %s are taken, largest difference %.1e; outputs alone are "
-            "compared now (%s)",
-            *(len(setup.proved), record["when"], max(setup.proved.values()), self.path),
+            "fast path: %d proofs of %s are taken, largest difference %.1e; only outputs "
+            "are compared now (%s)",
+            len(setup.proved),
+            record["when"],
+            max(setup.proved.values()),
+            self.path,
         )
 
     def _read(self) -> dict[str, Any] | None:

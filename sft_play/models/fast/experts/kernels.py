@@ -138,8 +138,16 @@ def sum_choices(values: Tensor, rows: Tensor, ends: Tensor, weights: Tensor | No
     out = torch.empty(tokens, features, dtype=values.dtype, device=values.device)
     factors = out if weights is None else weights.contiguous()  # not read without weights
     _sum_choices[(tokens, triton.cdiv(features, BLOCK))](
-        *(values, rows.contiguous(), ends, factors, out, features, len(ends)),
-        *(choices, weights is not None, BLOCK),
+        values,
+        rows.contiguous(),
+        ends,
+        factors,
+        out,
+        features,
+        len(ends),
+        choices,
+        weights is not None,
+        BLOCK,
     )
     return out
 

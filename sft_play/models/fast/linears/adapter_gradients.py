@@ -195,8 +195,7 @@ def launch(
     Inputs: dy_i (N, out_i) with contiguous features, B_i (out_i, r) and xa (N, R), for at most
     MOST_SHARING linears of equal rank.
     """
-    rows, linears = len(xa), len(dy)
-    rank = b[0].shape[1]
+    rows, linears, rank = len(xa), len(dy), b[0].shape[1]
     assert linears <= MOST_SHARING and rank <= LARGEST_RANK, "too many linears or ranks"
     assert xa.shape[1] == linears * rank, "ranks differ"
     assert xa.stride(1) == 1 and all(each.is_contiguous() for each in b), "numbers lie apart"
@@ -215,15 +214,36 @@ def launch(
     _read[(sum(blocks), regions)](
         *_three([grad.data_ptr() for grad in dy], dy[0].data_ptr()),
         *_three([each.data_ptr() for each in b], b[0].data_ptr()),
-        *(*strides, *_three(outs, 0), *ends[:2]),
-        *(xa, sums_u, sums_b, xa.stride(0), rank, rows, region_rows),
-        *(LARGEST_RANK, ROWS, COLUMNS),
+        *strides,
+        *_three(outs, 0),
+        *ends[:2],
+        xa,
+        sums_u,
+        sums_b,
+        xa.stride(0),
+        rank,
+        rows,
+        region_rows,
+        LARGEST_RANK,
+        ROWS,
+        COLUMNS,
         num_warps=8,
         num_stages=STAGES,
     )
     _add[(sums,)](
-        *(sums_u, sums_b, du, db, *ends, linears, rank, rows, sum(outs), regions, scale),
-        *(LARGEST_RANK, SUM_ROWS),
+        sums_u,
+        sums_b,
+        du,
+        db,
+        *ends,
+        linears,
+        rank,
+        rows,
+        sum(outs),
+        regions,
+        scale,
+        LARGEST_RANK,
+        SUM_ROWS,
         num_warps=4,
     )
     return du, list(db.split(outs))

@@ -108,10 +108,22 @@ CODES_A_WORD = 8  # of 4 bytes
 TILE = 1024  # words per program: 64 weights per thread
 WARPS = 4
 NF4 = (
-    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
-    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
-    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
-    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
 )
 FP4_SIZES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 6 / 12, 2 / 12, 3 / 12)
 FP4 = (*FP4_SIZES, *(-size for size in FP4_SIZES))  # its first negative code is -0.0
@@ -248,7 +260,7 @@ def launch(packed: Tensor, state: QuantState, experts: slice | None = None) -> T
     blocksize2 = state.state2.blocksize if state.nested else 0
     flags = (state.quant_type, words_a_block, blocksize2, TILE // words_a_block)
     _unpack_kernel[(triton.cdiv(count, TILE),)](
-        *(words, *_scale_tensors(state), weights, *sizes, *flags), num_warps=WARPS
+        words, *_scale_tensors(state), weights, *sizes, *flags, num_warps=WARPS
     )
     return weights
 
@@ -260,7 +272,7 @@ def unpack_scales(state: QuantState) -> Tensor:
     total = state.absmax.numel()
     scales = torch.empty(total, dtype=torch.float32, device=state.absmax.device)
     _scales_kernel[(triton.cdiv(total, TILE),)](
-        *(*_scale_tensors(state), scales, total, state.state2.blocksize, TILE)
+        *_scale_tensors(state), scales, total, state.state2.blocksize, TILE
     )
     return scales
 

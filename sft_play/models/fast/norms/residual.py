@@ -41,10 +41,6 @@ class NormKind:
     in_place: bool
 
 
-LLAMA = NormKind("llama", 0.0, in_place=True)
-GEMMA = NormKind("gemma", 1.0, in_place=True)
-
-
 def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """Forward method of an RMSNorm: Liger's in training, otherwise the one of its class.
 
