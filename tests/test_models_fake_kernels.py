@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_fast_residual import LLAMA
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
@@ -13,7 +14,6 @@ from sft_play.models import trace, triton_kernels
 from sft_play.models.fast.attention.reference import AllocatedFlashAttention
 from sft_play.models.fast.linears import glu
 from sft_play.models.fast.norms import residual
-from sft_play.models.fast.norms.residual import LLAMA
 
 
 def kept_and_made(
