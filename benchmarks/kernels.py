@@ -85,6 +85,10 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
     has_gpu = torch.cuda.is_available()  # which Liger's kernels need
     return {
         "adapter gradients": [(adapter_gradients, "fit_one_pass", lambda *_: False)],
+        "adapters cast at once": [
+            (lora.AdapterCopies, "__call__", lambda *_: None),
+            *((group.bind(), "copies", ()) for group in lora.groups_of(model) if group.bind()),
+        ],
         "4-bit unpack": [(linear_products, "unpack", unpack)],
         "4-bit unpack, experts": [
             (expert_products, "lines_of", lambda _: None),
@@ -174,6 +178,7 @@ class Trained:
             "tuning": {"mode": workload.mode, "base_dtype": workload.base_dtype},
         }
         self.model = load_model(Config.model_validate(settings), self.process).train()
+        lora.copy_adapters_at_once(self.model, self.process.compute_dtype)
         self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         for weight in self.trained:
             nn.init.normal_(weight, std=0.02)  # PEFT's B are zeros

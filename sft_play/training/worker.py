@@ -19,6 +19,7 @@ from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import EvaluationStopped
 from sft_play.models.fast.graphs.decoder import graph_layers
 from sft_play.models.fast.install import fused_kernels_of
+from sft_play.models.fast.linears.lora import copy_adapters_at_once
 from sft_play.models.load import WeightPlaces, load_model
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.run_plan import PlannedRun
@@ -227,6 +228,8 @@ def before_first_step(
     if warning is not None and recorder.rank == 0:
         logger.warning("warning: %s", warning)
     # last: a probe's steps do not count
+    if not context.plan.layout.checkpointed_layers:  # a recomputed layer frees its copies
+        copy_adapters_at_once(loop.engine.model, context.process.compute_dtype)
     loop.graphs = graph_layers(loop.engine.model, context.config, context.plan, context.process)
     loop.expert_use = ExpertUse(loop.engine.model)
     loop.step_log.reset(loop.state.global_step)

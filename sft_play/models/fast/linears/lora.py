@@ -24,16 +24,18 @@ from peft.tuners.lora.bnb import Linear4bit as PeftLinear4bit
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
+from sft_play.models.architecture import decoder_of
 from sft_play.models.delivered import DeliveredLinear, DeliveredLoraLinear
 from sft_play.models.fast.linears.products import (
     Adapter,
     BoundLinears,
     frozen_linear,
 )
-from sft_play.models.fast.setup import Gradients, is_training, to_compute_dtype
+from sft_play.models.fast.setup import Gradients, base_model_of, is_training, to_compute_dtype
 from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear
-from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing
+from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -270,3 +272,44 @@ def forget_changed(groups: Sequence[LinearGroup], *_: Any) -> None:
     for group in groups:
         if group.state is not None and not group.state.is_current():
             group.state = None
+
+
+class AdapterCopies:
+    """A hook that casts the adapters of fused linears before each forward pass in training.
+
+    Kernels that cast the adapters of one linear are too small to fill a GPU. CUDA graphs read the
+    copies at the same addresses in every step.
+    """
+
+    def __init__(self, groups: Sequence[BoundLinears], dtype: torch.dtype):
+        self.adapters: list[Tensor] = []
+        self.copies: list[Tensor] = []
+        with torch.no_grad():
+            for linears in groups:
+                stacked, *b = linears.copies = linears.factors(dtype)
+                self.copies += [*stacked.split(linears.ranks), *b]
+                self.adapters += linears.parameters
+
+    def __call__(self, decoder: nn.Module, *_: Any) -> None:
+        """Copy the adapters as the optimizer left them."""
+        if is_training(decoder):
+            with torch.no_grad():
+                torch._foreach_copy_(self.copies, self.adapters)
+
+
+def copy_adapters_at_once(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast a model's float32 adapters to `dtype` at once, if they are complete on one device."""
+    decoder = decoder_of(base_model_of(model))
+    groups = [group for group in groups_of(decoder) if all(map(is_complete, group.modules))]
+    forget_changed(groups)
+    bound = [linears for linears in (group.bind() for group in groups) if linears]
+    bound = [linears for linears in bound if linears.adapters]
+    forms = {(each.device, each.dtype) for linears in bound for each in linears.parameters}
+    if len(forms) == 1 and forms.pop()[1] == torch.float32 != dtype:
+        decoder.register_forward_pre_hook(AdapterCopies(bound, dtype))
+
+
+def is_complete(module: nn.Module) -> bool:
+    """Return whether no rank shards the weights of a module."""
+    weights = module.parameters()
+    return not any(isinstance(weight, DTensor) or is_partitioned(weight) for weight in weights)

@@ -165,6 +165,7 @@ class BoundLinears:
         self.ranks = [adapter.rank for adapter in self.adapters]
         self.parameters = (*(each.a for each in self.adapters), *(each.b for each in self.adapters))
         self.are_equal = len({(each.rank, each.scale) for each in self.adapters}) == 1
+        self.copies: Factors = ()  # the factors, if `AdapterCopies` casts them
 
     def factors(self, dtype: torch.dtype) -> Factors:
         """Return the adapters in `dtype`, cast by one kernel.
@@ -173,6 +174,8 @@ class BoundLinears:
         """
         if not self.adapters:
             return ()
+        if self.copies and self.copies[0].dtype == dtype:
+            return self.copies
         a, b = self.parameters[: len(self.ranks)], self.parameters[len(self.ranks) :]
         stacked = a[0].new_empty(sum(self.ranks), a[0].shape[1], dtype=dtype)
         cast_b = [torch.empty_like(each, dtype=dtype) for each in b]
