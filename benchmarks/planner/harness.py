@@ -38,6 +38,7 @@ from sft_play.training.classify import classify
 from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter
 from sft_play.training.probe import Probe, ProbeResult
+from sft_play.training.resume import make_stamp
 
 TIMED_SECONDS = 0.5  # least time that a combination is timed, after one warm-up step
 T = TypeVar("T")
@@ -65,7 +66,8 @@ class Harness:
         self.context = RunContext(
             planned, RunFolder(folder), self.process, MemoryMeter(self.process)
         )
-        self.loop = build_loop(self.context, arguments, tokenizer, data, self.model, run_stamp={})
+        run_stamp = make_stamp(self.context, data, tokenizer)
+        self.loop = build_loop(self.context, arguments, tokenizer, data, self.model, run_stamp)
         self.engine = self.loop.engine
         self.engine.prepare(steps=1)
         self.vocab_size = len(tokenizer)
