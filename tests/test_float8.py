@@ -11,7 +11,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.fast.trial import in_float32
 from sft_play.models.float8 import quantize as products
-from sft_play.models.float8.linear import Float8Linear, float8_config, is_float8
+from sft_play.models.float8.linear import Float8Linear, is_float8, quantizing_to_float8
 from sft_play.models.float8.quantize import quantize, quantize_weight, why_not_quantized
 from sft_play.models.float8.rows import FLOAT8, LARGEST
 from sft_play.models.load import load_base, load_model
@@ -217,8 +217,11 @@ def test_float8_weights_are_neither_merged_into_nor_trained(config_of):
 
 def test_a_run_over_float8_is_not_used_on_a_gpu_without_it(config_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(EnvironmentFault, match=r"cuda:0 has capability 8\.0.*set DEVICE=cpu"):
-        float8_config(torch.device("cuda", 0))
+    with (
+        pytest.raises(EnvironmentFault, match=r"cuda:0 has capability 8\.0.*set DEVICE=cpu"),
+        quantizing_to_float8(torch.device("cuda", 0)),
+    ):
+        pass
 
 
 # Fused

@@ -15,7 +15,6 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     AutoModelForCausalLM,
-    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -41,7 +40,6 @@ from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.fast.proof import ProofStore
 from sft_play.models.float8.linear import (
-    float8_config,
     has_float8,
     leave_to_each_rank,
     quantizing_to_float8,
@@ -179,7 +177,12 @@ def load_base(
     options["dtype"] = dtype or weight_dtype(config, process.compute_dtype)
     if found is not None and dtype == "auto":
         options["dtype"] = getattr(torch, found.dtype)  # the files' dtype has 8 bits
-    options |= _packed_as(config, process, stored, found, quantization)
+    # A quantization_config that is None is never passed: transformers would treat quantized numbers
+    # as the weights.
+    if found is not None and found.way == "packed":
+        options["config"] = bnb.with_compute_dtype(stored, process.compute_dtype)
+    elif quantization is not None:
+        options["quantization_config"] = quantization
     opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
     devices = placement.resolve_device_map(config, process, stored, places.most_layers)
     if places.is_fsdp and not is_quantized(config) and config.train.fsdp_offload:
@@ -224,27 +227,6 @@ def _finish_loading(model: PreTrainedModel, config: Config) -> None:
         model.generation_config = savable_generation_config(model)
 
 
-def _packed_as(
-    config: Config,
-    process: Process,
-    stored: PretrainedConfig | None,
-    found: StoredAs | None,
-    quantization: BitsAndBytesConfig | None,
-) -> dict[str, Any]:
-    """Return the options of transformers' loader for packed weights.
-
-    A quantization_config that is None is never passed: transformers would treat quantized numbers
-    as the weights.
-    """
-    if found is not None and found.way == "packed":
-        return {"config": bnb.with_compute_dtype(stored, process.compute_dtype)}
-    if quantization is not None:
-        return {"quantization_config": quantization}
-    if config.tuning.has_float8_base:
-        return {"quantization_config": float8_config(process.device)}
-    return {}
-
-
 def _reading(
     config: Config,
     process: Process,
@@ -255,7 +237,7 @@ def _reading(
     if config.tuning.mode == "qlora":
         return packing_experts(keeps_mxfp4(config, found))
     if config.tuning.has_float8_base:
-        return quantizing_to_float8()
+        return quantizing_to_float8(process.device)
     if places.is_fsdp:
         trains_weights = config.tuning.mode == "full"
         offloads = config.train.fsdp_offload

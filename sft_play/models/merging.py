@@ -40,15 +40,16 @@ from sft_play.models.base_files import (
 from sft_play.models.bnb import pack, packed_names, unpack
 from sft_play.models.expert_adapters import load_adapter
 from sft_play.models.experts import expert_weights
-from sft_play.models.float8.linear import Float8Config, float8_candidates
+from sft_play.models.float8.linear import float8_candidates
 from sft_play.models.float8.quantize import quantize_weight, why_not_quantized
+from sft_play.models.float8.rows import FLOAT8
 from sft_play.models.load import load_base, loading_options
 from sft_play.models.shards import InFile, ShardWriter
 from sft_play.models.stored_weights import Stored
 from sft_play.plan.stored_as import keeps_mxfp4
 from sft_play.process import Process
 
-Quantization = BitsAndBytesConfig | Float8Config
+Quantization = BitsAndBytesConfig | torch.dtype  # of bitsandbytes, or the dtype FLOAT8
 Change = Callable[[Tensor], Tensor]  # of a weight in float32
 
 
@@ -341,7 +342,7 @@ def training_quantization(
     if config.tuning.mode == "qlora":
         return "rounded to 4 bits", bnb.quantization_config(config, compute_dtype)
     if config.tuning.has_float8_base:
-        return "rounded to float8", Float8Config()
+        return "rounded to float8", FLOAT8
     return None
 
 

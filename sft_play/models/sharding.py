@@ -152,7 +152,7 @@ def keeping_own_rows(
     them. The parameter has its shape, but no memory.
     """
 
-    def keep(weight: nn.Parameter) -> None:
+    def keep(weight: nn.Parameter, _: str) -> None:
         """Replace the values of a weight with this rank's rows."""
         if weight.nbytes < MIN_BYTES:
             return

@@ -257,17 +257,15 @@ def stored_shape(tensor: Any) -> list[int]:
     return list(tensor.shape) if isinstance(tensor, Tensor) else tensor.get_shape()
 
 
-SEQUENTIAL_LOAD = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers
-
-
 @contextlib.contextmanager
 def changing_weights(
     layers_of: Callable[[PreTrainedModel], Iterable[nn.Module]],
-    change: Callable[[nn.Parameter], None],
+    change: Callable[[nn.Parameter, str], None],
 ) -> Iterator[None]:
     """Let from_pretrained change each parameter of some layers after it was read and quantized.
 
-    transformers then does not reserve GPU memory for the complete model.
+    `change` is called with the parameter and its name in the model. transformers then does not
+    reserve GPU memory for the complete model.
     """
     set_weight = core_model_loading.set_param_for_module
     inside: set[nn.Module] = set()
@@ -282,27 +280,19 @@ def changing_weights(
         module = model.get_submodule(holder)
         weight = module._parameters.get(own)
         if weight is not None and module in inside:
-            change(weight)
+            change(weight, name)
 
     with (
-        patch.object(core_model_loading, set_weight.__name__, set_and_change),
+        patch.object(core_model_loading, "set_param_for_module", set_and_change),
         patch.object(modeling_utils, "caching_allocator_warmup", lambda *_: None),
     ):
         yield
 
 
-@contextlib.contextmanager
-def one_tensor_at_a_time() -> Iterator[None]:
+def one_tensor_at_a_time() -> contextlib.AbstractContextManager[Any]:
     """Let transformers read a tensor only when it is needed.
 
     Otherwise its threads read ahead of the code that fuses experts or moves weights to the host.
     The GPU could then store up to twice the model's bytes.
     """
-    before = os.environ.get(SEQUENTIAL_LOAD)
-    os.environ[SEQUENTIAL_LOAD] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[SEQUENTIAL_LOAD]
-        if before is not None:
-            os.environ[SEQUENTIAL_LOAD] = before
+    return patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})

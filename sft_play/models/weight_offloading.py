@@ -230,7 +230,7 @@ def leaving_on_host(process: Process, count: int) -> contextlib.AbstractContextM
     values. The memory that other ranks allocate is never written.
     """
 
-    def move_to_host(weight: nn.Parameter) -> None:
+    def move_to_host(weight: nn.Parameter, _: str) -> None:
         if weight.nbytes < MIN_BYTES:
             return
         on_host = torch.empty_like(weight.data, device="cpu")

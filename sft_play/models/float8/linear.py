@@ -1,18 +1,17 @@
 """Linear layers with a frozen float8 weight that multiply float8 numbers.
 
 `quantizing_to_float8` lets `from_pretrained` quantize weights as it reads them. transformers reads
-one tensor after another to its device and quantizes it there. So the GPU stores the float8 model,
-and only one weight in 16 bits.
+one tensor after another to its device, where it is quantized. So the GPU stores the float8 model,
+and at most two weights in 16 bits.
 
 Legend: N tokens, `in` and `out` features.
 """
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
-from unittest.mock import patch
 
 import torch
 from peft import PeftModel
@@ -21,10 +20,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
@@ -37,12 +32,12 @@ from sft_play.models.float8.quantize import (
     why_not_quantized,
 )
 from sft_play.models.float8.rows import FLOAT8, Quantized
+from sft_play.models.stored_weights import changing_weights, one_tensor_at_a_time
 from sft_play.plan.needs import FLOAT8_CAPABILITY
 from sft_play.plan.structure import FLOAT8_MULTIPLE
 
 logger = logging.getLogger(__name__)
 
-METHOD = "sft_play_float8"
 NAMED = 3  # layers per reason that the log names
 
 
@@ -61,9 +56,10 @@ class Float8Linear(nn.Linear):
         linear.compute_dtype = linear.weight.dtype
         linear.__class__ = cls
         linear.weight = nn.Parameter(quantized.values, requires_grad=False)
-        # transformers initializes again what it thinks was not loaded
-        quantized.scales._is_hf_initialized = True
         linear.register_buffer("weight_scale", quantized.scales)
+        for tensor in (linear.weight, linear.weight_scale):
+            # transformers initializes again what it thinks was not loaded
+            tensor._is_hf_initialized = True
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
@@ -149,7 +145,7 @@ def refuse_merging(model: PeftModel) -> None:
 class Float8Layers:
     """Which linear layers of a model became float8, and which did not, by name."""
 
-    quantized: list[str] = field(default_factory=list)
+    quantized: dict[str, nn.Linear] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)  # why they stay as they were loaded
 
     def lines(self) -> list[str]:
@@ -182,114 +178,18 @@ def float8_candidates(model: PreTrainedModel) -> Float8Layers:
         elif module.in_features % FLOAT8_MULTIPLE or module.out_features % FLOAT8_MULTIPLE:
             found.kept[name] = f"its sizes are no multiples of {FLOAT8_MULTIPLE}"
         else:
-            found.quantized.append(name)
+            found.quantized[name] = module
     for weight in expert_weights(model):
         found.kept[weight.name] = "experts in one parameter"
     return found
 
 
-class Float8Config(QuantizationConfigMixin):
-    """The config that makes `from_pretrained` quantize to float8 while it reads."""
-
-    def __init__(self) -> None:
-        self.quant_method = METHOD
-
-
-class Float8Quantizer(HfQuantizer):
-    """transformers' interface for quantizing while weights are read."""
-
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        self.layers = float8_candidates(model)
-        self._wanted = {f"{name}.weight" for name in self.layers.quantized}
-
-    def _process_model_after_weight_loading(
-        self, model: PreTrainedModel, **kwargs: Any
-    ) -> PreTrainedModel:
-        for line in self.layers.lines():
-            logger.info("%s", line)
-        self.remove_quantization_config(model)  # the files' description still applies
-        return model
-
-    def param_needs_quantization(
-        self, model: PreTrainedModel, param_name: str, **kwargs: Any
-    ) -> bool:
-        """Return whether a parameter is to be stored in float8."""
-        return param_name in self._wanted
-
-    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """Return the bytes of a weight."""
-        return 1 if param_name in self._wanted else param.element_size()
-
-    def get_quantize_ops(self) -> ConversionOps:
-        """Return the operation that quantizes a weight."""
-        return _Quantize(self.layers)
-
-    def is_serializable(self, **kwargs: Any) -> bool:
-        """Return whether the model can be saved: it cannot, but its adapters can."""
-        return False
-
-    @property
-    def is_trainable(self) -> bool:
-        """Return whether adapters can be trained over it."""
-        return True
-
-
-class _Quantize(ConversionOps):
-    """Quantizes one weight, and makes its layer a float8 layer."""
-
-    def __init__(self, layers: Float8Layers):
-        self.layers = layers
-
-    def convert(
-        self, input_dict: dict[str, Any], model: nn.Module | None = None, **kwargs: Any
-    ) -> dict[str, Tensor]:
-        """Return the weights by name: in float8, or unchanged if float8 cannot represent them."""
-        tensors: dict[str, Tensor] = {}
-        for name, value in input_dict.items():
-            weight = value[0] if isinstance(value, list) else value
-            module_name = name.removesuffix(".weight")
-            tensors[name] = quantize_layer(
-                model.get_submodule(module_name), weight, module_name, self.layers
-            )
-        return tensors
-
-
-def quantize_layer(linear: nn.Linear, weight: Tensor, name: str, layers: Float8Layers) -> Tensor:
-    """Make a linear layer a float8 layer with `weight`; return the new value of its parameter.
-
-    A layer that float8 cannot represent stays plain, and `layers` records why.
-    """
-    quantized = quantize_weight(weight)
-    reason = why_not_quantized(weight, quantized)
-    if reason is None:
-        return Float8Linear.of(linear, quantized).weight
-    layers.quantized.remove(name)
-    layers.kept[name] = reason
-    return weight
-
-
 def float8_on_meta(model: PreTrainedModel) -> None:
     """Make the linear layers of a model without weights those of a float8 base."""
-    for name in float8_candidates(model).quantized:
-        linear = model.get_submodule(name)
+    for linear in float8_candidates(model).quantized.values():
         values = torch.empty_like(linear.weight, dtype=FLOAT8)
         scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
         Float8Linear.of(linear, Quantized(values, scales))
-
-
-def float8_config(device: torch.device) -> Float8Config:
-    """Return the config with which `from_pretrained` loads a float8 base on `device`.
-
-    Raises: EnvironmentFault for a GPU without float8. This happens if a run that was trained
-    elsewhere is used.
-    """
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
-        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        raise EnvironmentFault(
-            f"tuning.base_dtype=float8: {device} has capability {found}, and float8 products need "
-            "8.9 (Ada, Hopper and later); set DEVICE=cpu, or merge the run and use that model"
-        )
-    return Float8Config()
 
 
 def leave_to_each_rank(model: nn.Module) -> None:
@@ -303,7 +203,40 @@ def leave_to_each_rank(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def quantizing_to_float8() -> Iterator[None]:
-    """Let `from_pretrained` understand Float8Config in this context."""
-    with patch.dict(AUTO_QUANTIZER_MAPPING, {METHOD: Float8Quantizer}):
+def quantizing_to_float8(device: torch.device) -> Iterator[None]:
+    """Let `from_pretrained` quantize linear layers to float8 as it reads their weights to `device`.
+
+    A layer that float8 cannot represent stays plain. The log names it and the reason.
+
+    Raises: EnvironmentFault for a GPU without float8. This happens if a run that was trained
+    elsewhere is used.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_CAPABILITY:
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        raise EnvironmentFault(
+            f"tuning.base_dtype=float8: {device} has capability {found}, and float8 products need "
+            "8.9 (Ada, Hopper and later); set DEVICE=cpu, or merge the run and use that model"
+        )
+    layers = Float8Layers()
+
+    def candidates(model: PreTrainedModel) -> Iterable[nn.Linear]:
+        nonlocal layers
+        layers = float8_candidates(model)
+        return layers.quantized.values()
+
+    def quantize_layer(weight: nn.Parameter, parameter_name: str) -> None:
+        name = parameter_name.removesuffix(".weight")
+        if name not in layers.quantized:  # a bias
+            return
+        quantized = quantize_weight(weight.data)
+        reason = why_not_quantized(weight.data, quantized)
+        if reason is None:
+            Float8Linear.of(layers.quantized[name], quantized)
+        else:
+            del layers.quantized[name]
+            layers.kept[name] = reason
+
+    with changing_weights(candidates, quantize_layer), one_tensor_at_a_time():
         yield
+    for line in layers.lines():
+        logger.info("%s", line)
