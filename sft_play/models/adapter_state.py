@@ -9,14 +9,14 @@ Every rank must call each of these functions.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
 from sft_play.errors import first_line
 from sft_play.models.experts import SharedParamWrapper
@@ -77,12 +77,6 @@ def part_of(parameter: Tensor) -> ExpertPart | None:
     return getattr(parameter, "expert_part", None)
 
 
-def parts_of(model: nn.Module) -> dict[str, ExpertPart]:
-    """Return the expert parts among a model's parameters, by name."""
-    parts = {name: part_of(parameter) for name, parameter in model.named_parameters()}
-    return {name: part for name, part in parts.items() if part is not None}
-
-
 def as_published(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert tensors from the shapes of the model's parameters to those of an adapter's file.
 
@@ -106,21 +100,17 @@ def _reshaped(
     of_shared: Callable[[SharedParamWrapper, str, Tensor], Tensor],
 ) -> dict[str, Tensor]:
     found = dict(tensors)
-    for name, part in parts_of(model).items():
-        if name in found:
+    for name, parameter in model.named_parameters():
+        part = part_of(parameter)
+        if part is not None and name in found:
             found[name] = of_part(part, found[name])
-    for name, factor, wrapper in _shared_factors(model):
-        if name in found:
-            found[name] = of_shared(wrapper, factor, found[name])
-    return found
-
-
-def _shared_factors(model: PeftModel) -> Iterator[tuple[str, str, SharedParamWrapper]]:
-    """Yield the factors that experts share: parameter name, lora_A or lora_B, and module."""
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
         if isinstance(module, SharedParamWrapper):
             for factor in ("lora_A", "lora_B"):
-                yield f"{name}.{factor}.{ADAPTER}.weight", factor, module
+                name = f"{path}.{factor}.{ADAPTER}.weight"
+                if name in found:
+                    found[name] = of_shared(module, factor, found[name])
+    return found
 
 
 def published_state(model: PeftModel) -> dict[str, Tensor]:
