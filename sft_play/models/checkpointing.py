@@ -145,17 +145,12 @@ def _checkpoint_whole_model(model: PreTrainedModel, is_on: bool) -> None:
 class Offloaded:
     """A saved tensor that is on the host, on its device, or being copied."""
 
-    def __init__(self, tensor: Tensor, previous: "Offloaded | None"):
+    def __init__(self, tensor: Tensor, previous: Callable[[], "Offloaded | None"]):
         self.on_device: Tensor | None = tensor
         self.on_host: Tensor | None = None
         self.copied: torch.cuda.Event | None = None  # the end of the latest copy
         self.device = tensor.device
-        self._previous = weakref.ref(previous) if previous is not None else None
-
-    @property
-    def previous(self) -> "Offloaded | None":
-        """Return the tensor saved before this one, None if that is no longer needed."""
-        return self._previous() if self._previous is not None else None
+        self.previous = previous  # returns the tensor saved before; None if it is not needed
 
 
 class LayerOffloading:
@@ -164,7 +159,7 @@ class LayerOffloading:
     def __init__(self, min_bytes: int = MIN_BYTES):
         self.min_bytes = min_bytes
         self._waiting: deque[Offloaded] = deque()
-        self._last: weakref.ref[Offloaded] | None = None
+        self._last: Callable[[], Offloaded | None] = lambda: None  # a weak reference
         self._streams: dict[torch.device, CopyStream] = {}
         # free buffers in host memory, by the device whose stream fills them
         self._free: dict[torch.device, list[Tensor]] = {}
@@ -181,7 +176,7 @@ class LayerOffloading:
         if not tensor.is_floating_point() or tensor.nbytes < self.min_bytes:
             return tensor
         tensor = tensor.detach()
-        saved = Offloaded(tensor, self._last() if self._last is not None else None)
+        saved = Offloaded(tensor, self._last)
         saved.on_host = self._host_memory(saved, tensor)
         saved.copied = self._stream_of(saved).copy(saved.on_host, tensor)
         self._last = weakref.ref(saved)
@@ -201,8 +196,9 @@ class LayerOffloading:
         self._stream_of(saved).wait(saved.copied)
         tensor = saved.on_device
         saved.on_device = None
-        if saved.previous is not None:
-            self._fetch(saved.previous)
+        previous = saved.previous()
+        if previous is not None:
+            self._fetch(previous)
         return tensor
 
     def _host_memory(self, saved: Offloaded, tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +127,8 @@ class OffloadedLayers:
             part = slice(start, start + tensor.nbytes)
             if is_filling:
                 _viewed_as(tensor, self.on_host[number][part]).copy_(tensor)
-            place.set(_viewed_as(tensor, self.buffers[number % BUFFERS][part]))
+            on_device = _viewed_as(tensor, self.buffers[number % BUFFERS][part])
+            setattr(place.owner, place.name, on_device)
             start += _aligned(tensor.nbytes)
 
     def _before_forward(self, number: int, *_: Any) -> None:
@@ -164,19 +165,15 @@ class OffloadedLayers:
             self.copied[turn] = self.stream.copy(self.buffers[turn][: len(source)], source)
 
 
-class Place:
-    """A frozen tensor of a layer: a parameter, or the scales of a 4-bit parameter."""
+class Place(NamedTuple):
+    """A frozen tensor of a layer: the data of a parameter, or the scales of a 4-bit parameter."""
 
-    def __init__(self, owner: Any, name: str):
-        self.owner, self.name = owner, name
+    owner: Any
+    name: str
 
     @property
     def tensor(self) -> Tensor:
         return getattr(self.owner, self.name)
-
-    def set(self, tensor: Tensor) -> None:
-        """Replace the tensor."""
-        setattr(self.owner, self.name, tensor)
 
 
 def chosen_layers(model: nn.Module, count: int) -> list[nn.Module]:
