@@ -26,10 +26,9 @@ Legend: E experts, W ranks, N tokens, M tokens of the rank with the most, k choi
 import contextlib
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from bitsandbytes import functional as bnb_functional
@@ -51,6 +50,7 @@ from sft_play.models.experts import (
     packed_weight,
     unwrap,
 )
+from sft_play.models.stored_weights import changing_model
 from sft_play.plan.strategy import refuse_remainder
 from sft_play.process import Process
 
@@ -84,25 +84,21 @@ class ExpertRanks:
         return self.most_tokens
 
 
-@contextlib.contextmanager
-def dividing_while_loading(process: Process) -> Iterator[None]:
+def dividing_while_loading(process: Process) -> contextlib.AbstractContextManager[Any]:
     """Let from_pretrained read only the weights of this rank's experts.
 
     Raises: ConfigError if the model has no experts to shard, or if W does not divide their number.
     """
-    read_weights = PreTrainedModel._load_pretrained_model
 
-    def divide_and_read(model: PreTrainedModel, *args: Any) -> Any:
+    def divide(model: PreTrainedModel) -> None:
         mesh = init_device_mesh(process.device.type, (process.world_size,))
         for experts in divisible_experts(model, process):
             for name, whole in _by_expert(experts).items():
                 part = whole[: len(whole) // process.world_size].detach()
                 divided = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
                 experts._parameters[name] = nn.Parameter(divided, requires_grad=False)
-        return read_weights(model, *args)
 
-    with patch.object(PreTrainedModel, read_weights.__name__, staticmethod(divide_and_read)):
-        yield
+    return changing_model(divide)
 
 
 def divisible_experts(model: PreTrainedModel, process: Process) -> list[nn.Module]:

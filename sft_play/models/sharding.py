@@ -40,7 +40,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import encoders_of
-from sft_play.models.stored_weights import changing_weights
+from sft_play.models.stored_weights import changing_model, changing_weights
 from sft_play.process import Process
 
 MIN_BYTES = 1024  # the smallest weight worth the constants of each tensor
@@ -58,23 +58,18 @@ def dividing_while_loading(
     model, on its GPU or on the host. With `offloads`, the rows stay in host memory.
     """
 
-    read_weights = PreTrainedModel._load_pretrained_model
-
-    def divide_and_read(model: PreTrainedModel, *args: Any) -> Any:
+    def divide(model: PreTrainedModel) -> None:
         model.tie_weights()
         _divide(model, process, trains_weights, offloads)
-        return read_weights(model, *args)
 
-    with contextlib.ExitStack() as stack:
-        # after transformers itself shards a model, by lists of names that few models have
-        stack.enter_context(
-            patch.object(PreTrainedModel, read_weights.__name__, staticmethod(divide_and_read))
+    creating_shards = contextlib.nullcontext()
+    if offloads:
+        # this function of transformers creates a rank's shard, on the ranks' kind of device
+        creating_shards = patch.object(
+            core_model_loading, "_dtensor_from_local_like", _part_in_host_memory
         )
-        if offloads:
-            # this function of transformers creates a rank's shard, on the ranks' kind of device
-            stack.enter_context(
-                patch.object(core_model_loading, "_dtensor_from_local_like", _part_in_host_memory)
-            )
+    # after transformers itself shards a model, by lists of names that few models have
+    with changing_model(divide), creating_shards:
         yield
 
 

@@ -257,6 +257,19 @@ def stored_shape(tensor: Any) -> list[int]:
     return list(tensor.shape) if isinstance(tensor, Tensor) else tensor.get_shape()
 
 
+def changing_model(
+    change: Callable[[PreTrainedModel], None],
+) -> contextlib.AbstractContextManager[Any]:
+    """Let from_pretrained change the model that it has built, before it reads the weights."""
+    read_weights = PreTrainedModel._load_pretrained_model
+
+    def change_and_read(model: PreTrainedModel, *args: Any) -> Any:
+        change(model)
+        return read_weights(model, *args)
+
+    return patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(change_and_read))
+
+
 @contextlib.contextmanager
 def changing_weights(
     layers_of: Callable[[PreTrainedModel], Iterable[nn.Module]],
