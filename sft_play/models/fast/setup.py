@@ -40,8 +40,6 @@ class TrainingSetup:
     zero_stage: int
     # Modules of the current part that keep their original implementation: one reason each
     left_out: list[str] = field(default_factory=list)
-    # Linears that a larger fused function computes: they need no fused forward method
-    taken: set[nn.Module] = field(default_factory=set)
     # The largest difference that each proof found: first in earlier starts, then in this one
     proved: dict[str, float] = field(default_factory=dict)
     newly_proved: dict[str, float] = field(default_factory=dict)

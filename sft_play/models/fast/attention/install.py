@@ -26,7 +26,6 @@ from sft_play.models.fast.recognize import (
     AttentionKind,
     attention_kind_of,
     calls_attention_interface,
-    is_linear,
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
 from sft_play.models.fast.trial import own_code
@@ -76,8 +75,6 @@ def _install(setup: TrainingSetup) -> int:
         for module in whole:
             del module.forward
         raise Unsupported(reason)
-    for module in whole:
-        setup.taken.update(child for child in module.children() if is_linear(child))
     return len(modules)
 
 

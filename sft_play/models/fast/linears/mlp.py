@@ -125,8 +125,6 @@ def install_mlp(setup: TrainingSetup) -> int:
         raise Unsupported("no gated MLP with SiLU or GELU (tanh)")
     agreed = prove(modules, mlp_forward, setup)
     fuse(agreed, mlp_forward)
-    for module in agreed:
-        setup.taken.update(child for child in module.children() if is_linear(child))
     return len(agreed)
 
 
@@ -178,15 +176,16 @@ def install_linears(setup: TrainingSetup) -> int:
     if setup.config.tuning.mode == "full":
         raise Unsupported("mode full trains the weights themselves")
     in_attention: set[nn.Module] = set()
+    in_mlps: set[nn.Module] = set()
     for module in setup.decoder.modules():
         if is_fused(module, attention_forward):
             in_attention.update(module.children())
+        elif is_fused(module, mlp_forward):
+            in_mlps.update(module.children())
     count = 0
     reasons: dict[str, int] = {}
     for linear in setup.decoder.modules():
-        if not isinstance(linear, LoraLayer) or not is_linear(linear):
-            continue
-        if linear in setup.taken and linear not in in_attention:
+        if not isinstance(linear, LoraLayer) or not is_linear(linear) or linear in in_mlps:
             continue
         reason = why_not_fusable(linear)
         if reason:
