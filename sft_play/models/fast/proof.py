@@ -190,29 +190,26 @@ def prove(
     fused: Forward,
     setup: TrainingSetup,
     fused_call: Callable[[Call, str], Call] | None = None,
-    kernel: str = "",
     part_of: Callable[[nn.Module, Call], Part | None] | None = None,
 ) -> list[nn.Module]:
     """Return the modules whose fused forward agrees with their original; run one of each kind.
 
     `fused` is the fused forward method. `fused_call` converts the original arguments to those of
-    `fused`, if the two differ; it also gets the batch, PACKED or PLAIN. `kernel` names the kernel,
-    if `fused` may run several. `part_of` returns a smaller module and call for the original
-    implementation. Reasons why modules were left out are added to `setup.left_out`. 4-bit weights
-    sharded by ZeRO-3 have no values, so all modules are returned.
+    `fused`, if the two differ; it also gets the batch, PACKED or PLAIN. `part_of` returns a smaller
+    module and call for the original implementation. Reasons why modules were left out are added to
+    `setup.left_out`. 4-bit weights sharded by ZeRO-3 have no values, so all modules are returned.
 
     Raises: Unsupported if no module agrees.
     """
     if not setup.has_values and not setup.is_traced:
         return list(modules)
     proof = _Proof(fused, setup, fused_call, None if setup.divides_weights else part_of)
-    kernel = kernel or getattr(fused, "__name__", "")
     kinds = setup.proof_inputs.kinds
     reasons: dict[Kind, str | None] = {}
     for module in modules:
         kind = kinds[module]
         if kind not in reasons:
-            name = f"{type(module).__name__} {kind}: {kernel}"
+            name = f"{type(module).__name__} {kind}: {fused.__name__}"
             reasons[kind] = proof.reason_against(name, kind)
     return setup.without_reason({module: reasons[kinds[module]] for module in modules})
 

@@ -158,12 +158,12 @@ def install_gated_norms(setup: TrainingSetup) -> None:
     """Fuse the gated norms of a decoder in training, each with the kernel that computes it."""
     waiting = [module for module in gated_norms(setup.decoder) if uses_fla(module.weight)]
     for kernel in (norm_then_silu, norm_then_sigmoid, silu_then_norm):
-        for module in waiting:
-            module.gated_norm = kernel
         try:
-            agreed = prove(waiting, gated_norm_forward, setup, kernel=kernel.__name__)
+            agreed = prove(waiting, kernel, setup)
         except Unsupported:
             continue
+        for module in agreed:
+            module.gated_norm = kernel
         fuse(agreed, gated_norm_forward)
         waiting = [module for module in waiting if module not in agreed]
     setup.left_out.clear()  # reasons for norms that another kernel computes, or no kernel
