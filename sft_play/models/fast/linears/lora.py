@@ -27,14 +27,21 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from sft_play.models.architecture import decoder_of
-from sft_play.models.delivered import DeliveredLinear, DeliveredLoraLinear
+from sft_play.models.delivered import DeliveredLinear
 from sft_play.models.fast.linears.products import (
     Adapter,
     BoundLinears,
     frozen_linear,
 )
-from sft_play.models.fast.setup import Gradients, base_model_of, is_training, to_compute_dtype
-from sft_play.models.float8.linear import Float8Linear, Float8LoraLinear
+from sft_play.models.fast.setup import (
+    Gradients,
+    base_model_of,
+    fuse,
+    is_fused,
+    is_training,
+    to_compute_dtype,
+)
+from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
@@ -159,42 +166,33 @@ def why_hooked(module: nn.Module) -> str | None:
     """
     if is_hooked_by_deepspeed(module):
         return None
-    if any(getattr(module, name) for name in HOOKS) or "forward" in vars(module):
+    has_forward = "forward" in vars(module) and not is_fused(module, lora_forward)
+    if has_forward or any(getattr(module, name) for name in HOOKS):
         return "hooks, or a forward of its own, on the linear"
     return None
 
 
-class _FusedInTraining:
-    """The forward method of PEFT's LoRA linears, fused in training."""
+def lora_forward(self: LoraLayer, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Forward method of a LoRA linear: fused in training, otherwise the one of its class.
 
-    fused_group: LinearGroup  # only this linear
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return y (..., out) of x (..., in)."""
-        outputs = None
-        if is_training(self) and not (args or kwargs):
-            outputs = self.fused_group.fused(x)
-        return super().forward(x, *args, **kwargs) if outputs is None else outputs[0]
-
-
-FUSED_CLASSES = {
-    each: type(f"Fused{each.__name__}", (_FusedInTraining, each), {})
-    for each in (PeftLinear, PeftLinear4bit, Float8LoraLinear, DeliveredLoraLinear)
-}
+    Shapes: (..., in) to (..., out).
+    """
+    outputs = None
+    if is_training(self) and not (args or kwargs):
+        outputs = self.fused_group.fused(x)
+    return type(self).forward(self, x, *args, **kwargs) if outputs is None else outputs[0]
 
 
 def fuse_lora_linear(module: LoraLayer) -> None:
     """Make a LoRA linear use the fused function.
-
-    Only its class changes; names, weights, saving and merging do not.
 
     Raises: ValueError with the reason of `why_not_fusable`.
     """
     reason = why_not_fusable(module)
     if reason:
         raise ValueError(f"a linear that cannot be fused: {reason}")
-    module.__class__ = FUSED_CLASSES.get(type(module), type(module))
     module.fused_group = LinearGroup(module)
+    fuse([module], lora_forward)
 
 
 def bind_linears(modules: Sequence[nn.Module]) -> BoundLinears | None:
