@@ -5,8 +5,7 @@ It is installed on heads whose logits follow from its scores by a known formula.
 Legend: B rows, T tokens, H hidden features, V vocabulary, N labeled tokens.
 """
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,65 +39,29 @@ class FusedHead:
     def __init__(self, head: nn.Linear, formula: HeadFormula):
         self.head = head
         self.formula = formula
-        self._labels: tuple[Tensor, Tensor] | None = None
-        self._tokens_of_rows: Sequence[int] | None = None
-        self._nll: Tensor | None = None
+        # Positions, targets and perhaps labeled tokens per row, as in `fused_nll`
+        self.labels: tuple[Tensor, Tensor, Sequence[int] | None] | None = None
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if self._labels is None:
+        if self.labels is None:
             return type(self.head).forward(self.head, hidden)
-        positions, targets = self._labels
+        positions, targets, tokens_of_rows = self.labels
         hidden = hidden.flatten(0, 1).index_select(0, positions)  # (N, H)
         if self.formula.scale != 1.0:
             hidden = hidden * self.formula.scale
         hidden = to_compute_dtype(hidden)
         weight = to_compute_dtype(self.head.weight)  # (V, H)
+        softcap = self.formula.softcap
+        if tokens_of_rows is None:
+            nll = fused_linear_cross_entropy(hidden, weight, targets, softcap)
+        else:
+            rows = zip(hidden.split(tokens_of_rows), targets.split(tokens_of_rows), strict=True)
+            nll = torch.stack(
+                [fused_linear_cross_entropy(row, weight, of_row, softcap) for row, of_row in rows]
+            )
         # Returned in place of logits, so that DDP finds the graph. A model may scale or cap it; the
         # value used is the one that a hook reads before that.
-        if self._tokens_of_rows is not None:
-            return self._nll_of_rows(hidden, weight, targets).reshape(1, 1, -1)
-        nll = fused_linear_cross_entropy(hidden, weight, targets, self.formula.softcap)
-        return nll.reshape(1, 1, 1)
-
-    def _nll_of_rows(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed nll of each row, (B,), from the hidden states (N, H) of all rows."""
-        counts = list(self._tokens_of_rows)
-        rows = zip(hidden.split(counts), targets.split(counts), strict=True)
-        nll = [
-            fused_linear_cross_entropy(row, weight, of_row, self.formula.softcap)
-            for row, of_row in rows
-        ]
-        return torch.stack(nll)
-
-    @contextlib.contextmanager
-    def expecting(
-        self, positions: Tensor, targets: Tensor, tokens_of_rows: Sequence[int] | None = None
-    ) -> Iterator[None]:
-        """Compute the loss in the one forward pass inside this context.
-
-        With `tokens_of_rows`, the number of labeled tokens per row, it is the loss per row.
-        """
-        self._labels = (positions, targets)
-        self._tokens_of_rows = tokens_of_rows
-        self._nll = None
-        # the last hook: ZeRO-3's hooks have added the gathering of a trained weight to the graph
-        hook = self.head.register_forward_hook(self._keep)
-        try:
-            yield
-        finally:
-            hook.remove()
-            self._labels = None
-            self._tokens_of_rows = None
-
-    def _keep(self, _: nn.Module, __: tuple[Any, ...], output: Tensor) -> None:
-        self._nll = output.reshape(() if self._tokens_of_rows is None else -1)
-
-    def take_nll(self) -> Tensor:
-        """Return the loss of the last pass, and drop the reference to its graph."""
-        assert self._nll is not None, "the model has not called its head"
-        nll = self._nll
-        self._nll = None
-        return nll
+        return nll.reshape(1, 1, -1)
 
 
 def is_loss_fused(model: nn.Module) -> bool:
@@ -121,11 +84,19 @@ def fused_nll(
     targets (N,) int64 are the tokens after them. With `tokens_of_rows`, the number of labeled
     tokens per row, the result is the nll per row, (B,).
     """
-    head = _forward_of_head(model)
-    assert isinstance(head, FusedHead), "fuse_loss comes first"
-    with head.expecting(positions, targets, tokens_of_rows):
+    fused = _forward_of_head(model)
+    assert isinstance(fused, FusedHead), "fuse_loss comes first"
+    outputs: list[Tensor] = []
+    fused.labels = (positions, targets, tokens_of_rows)
+    # the last hook: ZeRO-3's hooks have added the gathering of a trained weight to the graph
+    hook = fused.head.register_forward_hook(lambda module, given, output: outputs.append(output))
+    try:
         wrapped(**inputs)
-    return head.take_nll()
+    finally:
+        hook.remove()
+        fused.labels = None
+    assert outputs, "the model has not called its head"
+    return outputs[-1].reshape(() if tokens_of_rows is None else -1)
 
 
 def _forward_of_head(model: nn.Module) -> Any:
