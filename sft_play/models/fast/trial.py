@@ -21,14 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from sft_play.models.bnb import unpack
 from sft_play.models.experts import (
     SharedParamWrapper,
-    packed_weight,
     ranks_of_experts,
     true_shape,
     unwrap,
@@ -301,13 +300,18 @@ def few_experts(module: nn.Module, call: Call) -> Part | None:
             return factor.unflatten(0, (count, -1))[chosen].flatten(0, 1)
         return factor.unflatten(1, (-1, count))[..., chosen].flatten(1)
 
-    memo = {}  # identity of a parameter: its replacement in the copy
+    memo: dict[int, Any] = {}
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             few = take(name, parameter) if "lora_" in name else _few_of(parameter, chosen, count)
             memo[id(parameter)] = nn.Parameter(few, parameter.requires_grad)
+    copied = copy_with(module, memo)
+    wrappers_of_copy, own = unwrap(copied)
+    for child in (*wrappers_of_copy, own):
+        if not isinstance(child, SharedParamWrapper):
+            child.num_experts = PROVEN_EXPERTS
     return Part(
-        _copied(module, memo),
+        copied,
         call._replace(args=(x, places, weights)),
         call._replace(args=(x, chosen[places], weights)),
         take,
@@ -328,59 +332,42 @@ def _few_of(parameter: nn.Parameter, chosen: Tensor, count: int) -> Tensor:
     return few.transpose(1, 2) if lines.is_turned else few
 
 
-def _copied(module: nn.Module, memo: dict[int, nn.Parameter]) -> nn.Module:
-    """Return a copy of experts and their adapters with other parameters."""
-    own = unwrap(module)[1]
-    in_full = {name: memo[id(packed_weight(own, name))] for name in own_packed(own)}
-    copied = copy.deepcopy(module, memo)
-    wrappers, experts = unwrap(copied)
-    make_plain(experts, in_full)
-    for child in (*wrappers, experts):
-        vars(child).pop("_activate_lora", None)  # set by `unpack_with_adapter`
-        if not isinstance(child, SharedParamWrapper):
-            child.num_experts = PROVEN_EXPERTS
-    return copied
-
-
 @torch.no_grad()
 def in_float32(module: nn.Module) -> nn.Module:
     """Return a copy of a module, which may have adapters, with every weight in float32.
 
     4-bit weights of experts and linear layers are unpacked, and so are float8 weights.
     """
-    copied = copy.deepcopy(module)
-    for child in list(copied.modules()):
-        make_plain(child, {name: getattr(child, name).float() for name in own_packed(child)})
-        vars(child).pop("_activate_lora", None)  # set by `unpack_with_adapter`
-        for name, linear in child.named_children():
-            if isinstance(linear, Linear4bit):
-                weight = unpack(linear.weight).float()
-            elif isinstance(linear, Float8Linear):
-                weight = linear.dequantized_weight(torch.float32)
-            else:
-                continue
-            plain = nn.Linear(linear.in_features, linear.out_features, device="meta")
-            plain.weight = nn.Parameter(weight, requires_grad=False)
-            plain.bias = linear.bias
-            setattr(child, name, plain)
-    return copied.float()
+    memo: dict[int, Any] = {}
+    for child in module.modules():
+        if isinstance(child, ParametrizationList):  # of packed experts
+            memo[id(child.original)] = nn.Parameter(child().float(), requires_grad=False)
+        if isinstance(child, Linear4bit):
+            weight = unpack(child.weight).float()
+        elif isinstance(child, Float8Linear):
+            weight = child.dequantized_weight(torch.float32)
+        else:
+            continue
+        plain = nn.Linear(child.in_features, child.out_features, device="meta")
+        plain.weight = nn.Parameter(weight, requires_grad=False)
+        plain.bias = copy.deepcopy(child.bias)
+        memo[id(child)] = plain
+    return copy_with(module, memo).float()
 
 
-def own_packed(module: nn.Module) -> list[str]:
-    """Return the names of a module's packed parameters."""
-    names = getattr(module, "parametrizations", ())
-    return [name for name in names if packed_weight(module, name) is not None]
+def copy_with(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module in which `memo` replaces parameters and modules, by identity.
 
-
-def make_plain(copied: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Replace the packed parameters of a module's copy with plain ones, given by name.
-
-    torch's function would remove the names from the module's class, which the original module
-    shares with the copy.
+    Packed parameters become plain ones. torch's function would remove their names from the class,
+    which the original shares with the copy.
     """
-    if not weights:
-        return
-    copied.__class__ = parametrize.type_before_parametrizations(copied)
-    del copied.parametrizations
-    for name, weight in weights.items():
-        copied.register_parameter(name, nn.Parameter(weight, requires_grad=False))
+    copied = copy.deepcopy(module, memo)
+    for child in [*copied.modules()]:
+        vars(child).pop("_activate_lora", None)  # set by `unpack_with_adapter`
+        packed = getattr(child, "parametrizations", {})
+        if packed:
+            child.__class__ = type_before_parametrizations(child)
+            del child.parametrizations
+        for name, parametrizations in packed.items():
+            child.register_parameter(name, parametrizations.original)
+    return copied
