@@ -6,12 +6,13 @@ are not. Both are found by structure. This module imports no code of other packa
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from peft import PeftModel
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import (
     AutoModelForCausalLM,
@@ -214,6 +215,18 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
         if all(isinstance(layer, GradientCheckpointingLayer) for layer in module):
             longest = list(module)
     return longest
+
+
+def replace_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer of a model. Tied ones stay tied."""
+    replaced: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for owned in (module._parameters, module._buffers):
+            for name, tensor in owned.items():
+                if tensor is not None:
+                    if tensor not in replaced:
+                        replaced[tensor] = replace(tensor)
+                    owned[name] = replaced[tensor]
 
 
 def _apart(

@@ -97,21 +97,33 @@ def stored_config(config: Config) -> PretrainedConfig | None:
     Return None if the config cannot be read: loading the weights will then report why.
     """
     stored = _config_of_files(config)
-    return stored and grow_config(stored, growth_of(config, stored))
+    return stored and grow_config(stored, growth_of_base(config))
 
 
 def growth_of_base(config: Config) -> Growth | None:
-    """Return how the vocabulary of the base grows with model.add_tokens, None if it does not."""
+    """Return how the vocabulary of the base grows with model.add_tokens.
+
+    Return None if it already has a row for each added token.
+    """
     stored = _config_of_files(config) if config.model.add_tokens else None
-    return stored and growth_of(config, stored)
+    if stored is None:
+        return None
+    rows = stored.get_text_config().vocab_size
+    needed = max(load_tokenizer(config).convert_tokens_to_ids(config.model.add_tokens)) + 1
+    return Growth(rows, needed) if needed > rows else None
+
+
+def read_config(config: Config) -> PretrainedConfig:
+    """Return the config of the base's files. Raises: OSError, ValueError, KeyError."""
+    model = config.model
+    return AutoConfig.from_pretrained(
+        model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
 
 
 def _config_of_files(config: Config) -> PretrainedConfig | None:
-    model = config.model
     try:
-        return AutoConfig.from_pretrained(
-            model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-        )
+        return read_config(config)
     except (OSError, ValueError, KeyError):
         return None
 
@@ -342,18 +354,6 @@ def loaded_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str 
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         found[name] = renamed if renamed in own else None
     return found
-
-
-def growth_of(config: Config, stored: PretrainedConfig) -> Growth | None:
-    """Return how the vocabulary of a base grows, None if it already has a row for each added token.
-
-    `stored` is the config of the base's files.
-    """
-    if not config.model.add_tokens:
-        return None
-    rows = stored.get_text_config().vocab_size
-    needed = max(load_tokenizer(config).convert_tokens_to_ids(config.model.add_tokens)) + 1
-    return Growth(rows, needed) if needed > rows else None
 
 
 def grow_config(stored: PretrainedConfig, growth: Growth | None) -> PretrainedConfig:

@@ -3,6 +3,7 @@
 The code that loads the real model also creates its architecture, 4-bit packing and adapters.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
-from sft_play.models.architecture import empty_model
-from sft_play.models.base_files import Growth, grow_config
+from sft_play.models.architecture import empty_model, replace_tensors
+from sft_play.models.base_files import Growth, grow_config, read_config
 from sft_play.models.bnb import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.forward import keep_soft_caps
@@ -75,9 +76,7 @@ def load_architecture(config: Config) -> PretrainedConfig:
     if known is not None:
         return AutoConfig.for_model(**known.config)
     try:
-        return AutoConfig.from_pretrained(
-            name, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
-        )
+        return read_config(config)
     except (OSError, ValueError, KeyError) as error:
         raise EnvironmentFault(
             f"model.name={name}: no config to trace could be loaded: {first_line(error)}"
@@ -106,16 +105,10 @@ def materialize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
 
     Autocast and device checks then work as in a run. `dtype` casts floating-point parameters.
     """
-    made: dict[Tensor, Tensor] = {}  # keeps tied weights tied
-    for module in model.modules():
-        for owned in (module._buffers, module._parameters):
-            for name, tensor in owned.items():
-                if tensor is not None and tensor not in made:
-                    made[tensor] = _materialized(tensor, dtype)
-                owned[name] = made.get(tensor)
+    replace_tensors(model, partial(_materialized, dtype))
 
 
-def _materialized(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _materialized(dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, nn.Parameter):
         return torch.empty_like(tensor, device="cpu")
     if dtype is None or not tensor.is_floating_point():

@@ -28,7 +28,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models import bnb
 from sft_play.models.adapter_state import ADAPTER, published_state
-from sft_play.models.architecture import empty_model, empty_twin
+from sft_play.models.architecture import empty_model, empty_twin, replace_tensors
 from sft_play.models.base_files import (
     base_tensors,
     plain_dtype,
@@ -161,8 +161,9 @@ def build_skeleton(merge: Merge) -> Skeleton:
     adapted = load_adapter(model, merge.adapter)
     refuse_missing(adapted, merge.adapter)
     changes, deltas = find_changes(adapted)
-    embedding = _weight_name(model, model.get_input_embeddings())
-    head = _weight_name(model, model.get_output_embeddings())
+    names = {module: f"{name}.weight" for name, module in plain_twin(model).named_modules()}
+    embedding = names[plain_twin(model).get_input_embeddings()]
+    head = names.get(plain_twin(model).get_output_embeddings())
     untied_head = None
     if is_tied and head in changes:
         if isinstance(model.get_output_embeddings(), LoraLayer):
@@ -179,14 +180,13 @@ def without_memory(model: PreTrainedModel) -> None:
     values.
     """
     zero = torch.zeros(())
-    made: dict[int, nn.Parameter] = {}  # by identity: tied weights stay tied
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in made:
-                empty = nn.Parameter(zero.expand(parameter.shape), requires_grad=False)
-                made[id(parameter)] = made[id(empty)] = empty
-            if parameter is not None:
-                module._parameters[name] = made[id(parameter)]
+
+    def without_values(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor
+        return nn.Parameter(zero.expand(tensor.shape), requires_grad=False)
+
+    replace_tensors(model, without_values)
 
 
 def refuse_missing(adapted: PeftModel, folder: Path) -> None:
@@ -229,7 +229,7 @@ def match_tensors(skeleton: Skeleton, tensors: Mapping[str, InFile | Stored]) ->
         raise CannotStream("the base has no safetensors files here")
     shapes = {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
     sources: dict[str, str] = {}
-    for name, parameter in _named_as_loaded(skeleton.model).items():
+    for name, parameter in plain_twin(skeleton.model).state_dict().items():
         # a base may store as one tensor what transformers saves in pieces, e.g. Qwen3.5's experts
         pieces = {name: parameter} | as_saved(skeleton.model, name, parameter)
         for piece, tensor in pieces.items():
@@ -293,40 +293,26 @@ def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
     return kept[parameter]
 
 
-def as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return a parameter as transformers saves it: under another name, or in pieces."""
+def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a model's empty twin without its adapters, with the conversions of saving."""
     twin: PreTrainedModel | None = vars(model).get("plain_twin")
-    if twin is None:  # conversions look up its parameters, by their names without adapters
+    if twin is None:
         twin = vars(model)["plain_twin"] = empty_twin(model)
         conversions = get_model_conversion_mapping(twin, add_legacy=False)
         kept = [entry for entry in conversions if not isinstance(entry, PrefixChange)]
         twin._weight_conversions = kept
+    return twin
+
+
+def as_saved(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return a parameter as transformers saves it: under another name, or in pieces."""
+    twin = plain_twin(model)
     if not twin._weight_conversions:
         return {name: tensor}
     try:
         return revert_weight_conversion(twin, {name: tensor})
     except (RuntimeError, ValueError, KeyError, IndexError):
         return {}  # it is saved together with others
-
-
-def _named_as_loaded(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors of a model without its adapter, by their names without the adapter."""
-    named: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if any(part in name for part in ("lora_", "modules_to_save", "token_adapter.trainable")):
-            continue
-        plain = name.replace(".base_layer", "").replace(".original_module", "")
-        named[plain.replace(".token_adapter", "")] = tensor
-    return named
-
-
-def _weight_name(model: PreTrainedModel, wanted: nn.Module | None) -> str | None:
-    """Return the name of a module's weight without its adapter; None if there is no module."""
-    for name, module in model.named_modules():
-        if module is wanted:
-            plain = name.replace(".token_adapter.base_layer", "").replace(".original_module", "")
-            return f"{plain}.weight"
-    return None
 
 
 def training_quantization(

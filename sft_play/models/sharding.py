@@ -39,7 +39,7 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError
-from sft_play.models.architecture import encoders_of
+from sft_play.models.architecture import encoders_of, replace_tensors
 from sft_play.models.stored_weights import changing_model, changing_weights
 from sft_play.process import Process
 
@@ -261,15 +261,16 @@ def move_undivided(model: nn.Module, process: Process) -> None:
 
     This includes buffers, and adapters that PEFT has put on their module's device.
     """
-    for module in model.modules():
-        for owned in (module._buffers, module._parameters):
-            for name, tensor in owned.items():
-                if tensor is None or isinstance(tensor, DTensor):
-                    continue
-                if isinstance(tensor, nn.Parameter):
-                    tensor.data = tensor.data.to(process.device)
-                else:
-                    owned[name] = tensor.to(process.device)
+
+    def moved(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            return tensor
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.to(process.device)
+        tensor.data = tensor.data.to(process.device)
+        return tensor
+
+    replace_tensors(model, moved)
 
 
 def device_of(tensor: Tensor) -> torch.device:
