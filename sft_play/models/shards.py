@@ -1,6 +1,5 @@
 """Read and write weight files tensor by tensor: this needs memory for only one shard."""
 
-import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -110,8 +109,16 @@ class InFile:
 
 
 def tensor_files(config: Config) -> dict[str, Path]:
-    """Return the file of each tensor of a base, if the base is on disk."""
-    return _files(functools.partial(_on_disk, config))
+    """Return the file of each tensor of a base, if the base is on disk or in the hub's cache."""
+    folder = Path(config.model.name)
+    if folder.is_dir():
+        return files_in(folder)
+
+    def in_cache(name: str) -> Path | None:
+        path = try_to_load_from_cache(config.model.name, name, revision=config.model.revision)
+        return Path(path) if isinstance(path, str) else None
+
+    return _files(in_cache)
 
 
 def files_in(folder: Path) -> dict[str, Path]:
@@ -131,16 +138,6 @@ def _files(find: Callable[[str], Path | None]) -> dict[str, Path]:
     names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     shards = {name: find(name) for name in set(names.values())}
     return {tensor: shards[name] for tensor, name in names.items() if shards[name]}
-
-
-def _on_disk(config: Config, name: str) -> Path | None:
-    """Return a file of the model in its folder or in the hub's cache, None if it is missing."""
-    folder = Path(config.model.name)
-    if folder.is_dir():
-        path = folder / name
-        return path if path.is_file() else None
-    cached = try_to_load_from_cache(config.model.name, name, revision=config.model.revision)
-    return Path(cached) if isinstance(cached, str) else None
 
 
 def tensors_in(files: Mapping[str, Path]) -> dict[str, InFile]:

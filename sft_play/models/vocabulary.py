@@ -31,13 +31,15 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 from sft_play.data.splits import UsedTokens
 from sft_play.errors import EnvironmentFault, first_line
+from sft_play.models.base_files import read_config
+from sft_play.models.experts import is_named
 from sft_play.models.shards import tensor_files
 
 logger = logging.getLogger(__name__)
@@ -92,7 +94,7 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase, used: U
     """
     try:
         embedding, head = find_matrices(config)
-        rows = embedding.rows if embedding else _vocab_size(config)
+        rows = embedding.rows if embedding else read_config(config).get_text_config().vocab_size
         _refuse_ids_without_rows(config, tokenizer, used, rows)
         if config.tuning.allow_untrained_tokens:
             return
@@ -127,30 +129,17 @@ def find_matrices(config: Config) -> tuple[Matrix | None, Matrix | None]:
 
 
 def _find_matrix(files: dict[str, Path], modules: Collection[str]) -> Matrix | None:
-    name = _weight_name(files, modules)
+    """Return the weight of one of these modules with the shortest name, None if there is none.
+
+    Layers that predict further tokens repeat the weight under longer names (DeepSeek V3).
+    """
+    endings = [f"{module}.weight" for module in modules]
+    name = min((name for name in files if is_named(name, endings)), key=len, default=None)
     if name is None:
         return None
     with safe_open(files[name], framework="pt") as file:
         tensor = file.get_slice(name)
         return Matrix(files[name], name, tensor.get_shape()[0], tensor.get_dtype())
-
-
-def _weight_name(names: Iterable[str], modules: Collection[str]) -> str | None:
-    """Return the shortest weight name of one of these modules, None if there is none.
-
-    Layers that predict further tokens repeat the weight under longer names (DeepSeek V3).
-    """
-    endings = tuple(f".{module}.weight" for module in modules)
-    found = [name for name in names if f".{name}".endswith(endings)]
-    return min(found, key=len, default=None)
-
-
-def _vocab_size(config: Config) -> int:
-    model = config.model
-    architecture = AutoConfig.from_pretrained(
-        model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
-    )
-    return architecture.get_text_config().vocab_size
 
 
 def _is_trained(config: Config, name: str) -> bool:
@@ -161,8 +150,7 @@ def _is_trained(config: Config, name: str) -> bool:
     trained = list(lora.modules_to_save or ())
     if isinstance(lora.target_modules, list):  # all-linear excludes embedding and head
         trained += lora.target_modules
-    module = f".{name.removesuffix('.weight')}"
-    return any(module.endswith(f".{target}") for target in trained)  # PEFT's rule
+    return is_named(name.removesuffix(".weight"), trained)
 
 
 def _refuse_ids_without_rows(
