@@ -18,6 +18,7 @@ import torch
 from peft import LoraConfig, LoraModel, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import cast_adapter_dtype
 from peft.utils.constants import DUMMY_TARGET_MODULES
+from peft.utils.other import _get_submodules
 from peft.utils.transformers_weight_conversion import (
     convert_peft_adapter_state_dict_for_transformers,
     convert_peft_config_for_transformers,
@@ -384,9 +385,7 @@ def _names_exactly(targets: list[str], names: list[str], every_name: list[str]) 
 def _wrap(model: PeftModel, name: str, parameter_name: str | None = None) -> None:
     """Let PEFT wrap one module, or one parameter of a module that may already be wrapped."""
     tuner = model.base_model
-    parent_name, _, child_name = name.rpartition(".")
-    parent = tuner.model.get_submodule(parent_name)
-    child = getattr(parent, child_name)
+    parent, child, child_name = _get_submodules(tuner.model, name)
     key = name if parameter_name is None else f"{name}.{parameter_name}"
     tuner._create_and_replace(
         model.peft_config[ADAPTER],

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.tuners.lora.layer import ParamWrapper
+from peft.utils.other import _get_submodules
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
@@ -314,9 +315,7 @@ def wrap_shared(model: PeftModel, adapter: str, weight: ExpertWeight) -> None:
     """Wrap a parameter of experts, possibly already wrapped, with one adapter for all experts."""
     tuner = model.base_model
     config = model.peft_config[adapter]
-    parent_name, _, child_name = weight.module_name.rpartition(".")
-    parent = tuner.model.get_submodule(parent_name)
-    child = getattr(parent, child_name)
+    parent, child, child_name = _get_submodules(tuner.model, weight.module_name)
     wrapper = SharedParamWrapper(
         child, adapter, weight.parameter_name, config, r=config.r, lora_alpha=config.lora_alpha
     )
