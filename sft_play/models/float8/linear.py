@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
 from sft_play.models.experts import expert_weights, unquantized_linears
+from sft_play.models.fast.setup import to_compute_dtype
 from sft_play.models.float8.quantize import (
     input_product,
     product,
@@ -64,11 +65,9 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return y (..., out) of x (..., in), in autocast's dtype if it is on."""
-        dtype = x.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        y = _Float8Product.apply(x.to(dtype), self.weight, self.weight_scale)
-        return y if self.bias is None else y + self.bias.to(dtype)
+        x = to_compute_dtype(x)
+        y = _Float8Product.apply(x, self.weight, self.weight_scale)
+        return y if self.bias is None else y + self.bias.to(x.dtype)
 
     def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight (out, in) that the layer computes with."""

@@ -130,9 +130,6 @@ def why_not_quantized(weight: Tensor, quantized: Quantized) -> str | None:
     return f"outliers: half of a row would be off by {error:.0%}, {MAX_ROW_ERROR:.0%} is most"
 
 
-FAST_ACCUMULATION = True
-
-
 def product(x: Quantized, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return y (N, out) in `dtype` of x (N, in), weight (out, in) and its scales (out,)."""
     if weight.is_cuda:
@@ -166,7 +163,7 @@ def _scaled_mm(rows: Quantized, columns: Tensor, scales: Tensor) -> Tensor:
         scale_a=rows.scales[:, None],
         scale_b=scales[None, :],
         out_dtype=torch.bfloat16,
-        use_fast_accum=FAST_ACCUMULATION,
+        use_fast_accum=True,
     )
 
 

@@ -38,20 +38,6 @@ _ONE_OVER_LARGEST = tl.constexpr(ONE_OVER_LARGEST)
 
 
 @triton.jit
-def scale_of(largest):
-    """Return the scale of a row whose largest absolute value is `largest`; 1 for zeros and NaN."""
-    return tl.where(largest > 0, largest * _ONE_OVER_LARGEST, 1.0)
-
-
-@triton.jit
-def in_range(x, scale):
-    """Return x / scale, clamped to the range of e4m3."""
-    scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
-    scaled = tl.where(scaled > _LARGEST, _LARGEST, scaled)
-    return tl.where(scaled < -_LARGEST, -_LARGEST, scaled)
-
-
-@triton.jit
 def _load(x, columns, offsets, features, has_columns: tl.constexpr):
     inside = offsets < features
     value = load_float32(x + offsets, inside)
@@ -71,14 +57,17 @@ def _quantize(
         offsets = start + tl.arange(0, block)
         value = _load(x, columns, offsets, features, has_columns)
         largest = tl.maximum(largest, tl.abs(value))
-    scale = scale_of(tl.max(largest, 0))
+    largest = tl.max(largest, 0)
+    scale = tl.where(largest > 0, largest * _ONE_OVER_LARGEST, 1.0)  # 1 for zeros and NaN
     tl.store(scales + row, scale)
     values += row * features
     for start in range(0, features, block):
         offsets = start + tl.arange(0, block)
         value = _load(x, columns, offsets, features, has_columns)
-        scaled = in_range(value, scale).to(values.dtype.element_ty)
-        tl.store(values + offsets, scaled, offsets < features)
+        scaled = tl.div_rn(value, tl.broadcast_to(scale, value.shape))
+        scaled = tl.where(scaled > _LARGEST, _LARGEST, scaled)
+        scaled = tl.where(scaled < -_LARGEST, -_LARGEST, scaled)
+        tl.store(values + offsets, scaled.to(values.dtype.element_ty), offsets < features)
 
 
 @triton.jit
@@ -96,19 +85,14 @@ def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
     if x.stride(1) != 1:
         x = x.contiguous()
     rows, features = x.shape
-    values, scales = empty_rows(rows, features, x.device)
+    values = torch.empty(rows, features, dtype=FLOAT8, device=x.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=x.device)
     has_columns = column_scales is not None
     columns = column_scales if has_columns else scales  # not read
     with on_device_of(x):
         tensors = (x, columns, values, scales)
         _quantize[(rows,)](*tensors, x.stride(0), features, has_columns, BLOCK, num_warps=8)
     return Quantized(values, scales)
-
-
-def empty_rows(rows: int, features: int, device: torch.device) -> Quantized:
-    """Return empty float8 rows to write to."""
-    values = torch.empty(rows, features, dtype=FLOAT8, device=device)
-    return Quantized(values, torch.empty(rows, dtype=torch.float32, device=device))
 
 
 def transposed(weight: Tensor) -> Tensor:
