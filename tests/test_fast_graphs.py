@@ -36,6 +36,7 @@ from sft_play.models.fast.graphs.recorded import (
     StaticGradients,
     StaticInputs,
     common_shape,
+    shape_of_recording,
 )
 from sft_play.models.fast.loss.head import fused_nll
 from sft_play.plan.fast import why_not_recorded
@@ -341,8 +342,8 @@ def test_a_gradient_that_is_no_number_is_found_whichever_it_is(monkeypatch):
 def test_documents_are_padded_to_few_shapes(lengths, rows, most_tokens, shape):
     boundaries = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     ids = torch.zeros(rows, sum(lengths) // rows, dtype=torch.int64)
-    call = DecoderCall(ids, ids, Documents(boundaries, max(lengths)), most_tokens)
-    assert call.shape == Shape(rows, *shape)
+    found = shape_of_recording(ids, Documents(boundaries, max(lengths)), most_tokens)
+    assert found == Shape(rows, *shape)
 
 
 def test_ranks_that_compute_together_agree_on_a_shape():

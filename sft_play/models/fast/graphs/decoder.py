@@ -167,7 +167,7 @@ class GraphedDecoder:
         if self.sharing is None:
             return call
         shape = common_shape(self.sharing.gather(None if call is None else call.shape))
-        return None if call is None or shape is None else call._replace(agreed=shape)
+        return None if call is None or shape is None else call._replace(shape=shape)
 
     def _largest(self, number: float) -> float:
         return number if self.sharing is None else self.sharing.max(number)

@@ -5,7 +5,6 @@ A recording reads inputs from static buffers and adds to gradients in static buf
 Legend: B rows, T tokens per row, N documents, H hidden features.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -61,30 +60,29 @@ class DecoderCall(NamedTuple):
     input_ids: Tensor  # (B, T)
     position_ids: Tensor | None  # (B, T)
     documents: Documents | None
-    most_tokens: int | None = None  # in any micro-batch of the run, if known
-    agreed: Shape | None = None  # among ranks that compute together
+    shape: Shape  # of the recording that computes it; ranks that compute together agree on it
 
-    @property
-    def shape(self) -> Shape:
-        """Return the shape whose recording computes this call.
 
-        Documents in one row have a different number of tokens each time. It is rounded up, but not
-        beyond the most tokens of any micro-batch of the run.
-        """
-        if self.agreed is not None:
-            return self.agreed
-        rows, tokens = self.input_ids.shape
-        if self.documents is None:
-            return Shape(rows, tokens, 0, tokens)
-        count = len(self.documents.boundaries) - 1
-        if count == rows and self.documents.longest == tokens:  # each row is one document
-            return Shape(rows, tokens, count, tokens)
-        if rows == 1:
-            tokens = padded_width(tokens, self.most_tokens)
-        padding = tokens - self.input_ids.shape[1]  # is a separate document
-        most = max(MIN_DOCUMENTS, _power_of_two(count + 1))
-        longest = max(MIN_LONGEST, self.documents.longest, padding)
-        return Shape(rows, tokens, most, min(tokens, _power_of_two(longest)))
+def shape_of_recording(
+    input_ids: Tensor, documents: Documents | None, most_tokens: int | None = None
+) -> Shape:
+    """Return the shape whose recording computes a call with input_ids (B, T).
+
+    Documents in one row have a different number of tokens each time. It is rounded up, but not
+    beyond the most tokens of any micro-batch of the run, if known.
+    """
+    rows, tokens = input_ids.shape
+    if documents is None:
+        return Shape(rows, tokens, 0, tokens)
+    count = len(documents.boundaries) - 1
+    if count == rows and documents.longest == tokens:  # each row is one document
+        return Shape(rows, tokens, count, tokens)
+    if rows == 1:
+        tokens = padded_width(tokens, most_tokens)
+    padding = tokens - input_ids.shape[1]  # is a separate document
+    most = max(MIN_DOCUMENTS, _power_of_two(count + 1))
+    longest = max(MIN_LONGEST, documents.longest, padding)
+    return Shape(rows, tokens, most, min(tokens, _power_of_two(longest)))
 
 
 def _power_of_two(number: int) -> int:
@@ -93,9 +91,7 @@ def _power_of_two(number: int) -> int:
 
 
 def readable_call(
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    most_tokens: int | None = None,
+    args: tuple[Any, ...], kwargs: dict[str, Any], most_tokens: int | None
 ) -> DecoderCall | None:
     """Return a decoder's arguments as a call; None if there are any other arguments."""
     known = {"input_ids", "position_ids", "attention_mask", "use_cache", *BOUNDARIES}
@@ -103,11 +99,12 @@ def readable_call(
     # a decoder with experts need not return router outputs
     if args or kwargs.get("use_cache") or any(value not in (None, False) for value in others):
         return None
-    if kwargs.get("input_ids") is None or not is_unmasked(kwargs.get("attention_mask")):
+    ids = kwargs.get("input_ids")
+    if ids is None or not is_unmasked(kwargs.get("attention_mask")):
         return None
     documents = named_documents(kwargs)
-    positions = kwargs.get("position_ids")
-    return DecoderCall(kwargs["input_ids"], positions, documents, most_tokens)
+    shape = shape_of_recording(ids, documents, most_tokens)
+    return DecoderCall(ids, kwargs.get("position_ids"), documents, shape)
 
 
 class StaticInputs:
@@ -283,7 +280,7 @@ class RecordedPass:
 
     def _forward(self) -> None:
         device = self.inputs.input_ids.device
-        with _without_cast_cache(device), self.packed.showing(self.inputs.batch):
+        with _without_cast_cache(device.type), self.packed.showing(self.inputs.batch):
             self.output = self.decoder(**self.inputs.arguments).last_hidden_state
         self.hidden.copy_(self.output.detach())
 
@@ -338,12 +335,10 @@ def _relative_difference(found: Tensor, expected: Tensor) -> Tensor:
     return difference.nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
-def _without_cast_cache(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def _without_cast_cache(kind: str) -> torch.autocast:
     """Stop autocast from reusing weights cast outside of a recording, or inside another one."""
-    if not torch.is_autocast_enabled(device.type):
-        return contextlib.nullcontext()
-    dtype = torch.get_autocast_dtype(device.type)
-    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+    dtype, is_on = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, dtype, is_on, cache_enabled=False)
 
 
 class _Replayed(torch.autograd.Function):
