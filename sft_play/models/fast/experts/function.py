@@ -238,12 +238,10 @@ class LoraExpertsFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, the routing weights and the adapters."""
-        experts = ctx.experts
+        inner, down = ctx.experts.inner, ctx.experts.down
         saved = ctx.saved_tensors
-        read = [linear.weight for linear in (experts.inner, experts.down)]
-        read += [linear.bias for linear in (experts.inner, experts.down)]
-        with gathered([*read, *saved[-4:]]):
-            return _gradients(saved, experts, dout)
+        with gathered([inner.weight, down.weight, inner.bias, down.bias, *saved[-4:]]):
+            return _gradients(saved, ctx.experts, dout)
 
 
 def _project(

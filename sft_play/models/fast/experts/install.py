@@ -122,15 +122,12 @@ def _split(
 ) -> tuple[ExpertLinear, tuple[Tensor | None, Tensor | None]]:
     """Return the frozen part of a linear of all experts, and its lora_A and lora_B."""
     weight = weight_of(experts, name)
-    count = true_shape(weight)[0]
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
+    linear = ExpertLinear(weight, bias, experts.is_transposed, true_shape(weight)[0])
     for wrapper in wrappers:
         active = active_adapters(wrapper)
-        if wrapper.parameter_name != name or not active:
-            continue
-        scale = wrapper.scaling[active[0]]
-        adapter = (wrapper.lora_A[active[0]].weight, wrapper.lora_B[active[0]].weight)
-        is_shared = isinstance(wrapper, SharedParamWrapper)
-        linear = ExpertLinear(weight, bias, experts.is_transposed, count, scale, is_shared)
-        return linear, adapter
-    return ExpertLinear(weight, bias, experts.is_transposed, count, 0.0), (None, None)
+        if wrapper.parameter_name == name and active:
+            is_shared = isinstance(wrapper, SharedParamWrapper)
+            linear = linear._replace(scale=wrapper.scaling[active[0]], is_shared=is_shared)
+            return linear, (wrapper.lora_A[active[0]].weight, wrapper.lora_B[active[0]].weight)
+    return linear, (None, None)

@@ -132,7 +132,7 @@ class ExpertLinear(NamedTuple):
     bias: Tensor | None  # (E, out)
     is_transposed: bool
     experts: int
-    scale: float  # of the adapter; 0 without an adapter
+    scale: float = 0.0  # of the adapter
     is_shared: bool = False  # whether all experts share one adapter
 
     def matrices(self, dtype: torch.dtype) -> Tensor | Packed:
