@@ -28,11 +28,12 @@ heads, D features per head.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from sft_play.data.collate import IMAGE_BLOCKS, RowPart
@@ -322,8 +323,8 @@ def forward_by_document(lengths: list[int], module: nn.Module, *args: Any, **kwa
     for length in lengths:
         row, first = divmod(begin, tokens)
         part = slice(first, first + length)
-        part_args = tuple(_part(value, row, part, tokens) for value in args)
-        part_kwargs = {name: _part(value, row, part, tokens) for name, value in kwargs.items()}
+        cut = partial(_part, row=row, part=part, tokens=tokens)
+        part_args, part_kwargs = tree_map_only(Tensor, cut, (args, kwargs))
         outputs.append(type(module).forward(module, *part_args, **part_kwargs))
         begin += length
     return unflatten(_join(outputs, lengths), rows, tokens)
@@ -335,11 +336,9 @@ def first_tensor(args: tuple, kwargs: dict[str, Any]) -> Tensor:
     return next(value for value in values if isinstance(value, Tensor))
 
 
-def _part(value: Any, row: int, part: slice, tokens: int) -> Any:
+def _part(value: Tensor, row: int, part: slice, tokens: int) -> Tensor:
     """Return the part of an argument that one document of a row needs."""
-    if isinstance(value, tuple):
-        return tuple(_part(element, row, part, tokens) for element in value)
-    if not isinstance(value, Tensor) or value.dim() < 2:
+    if value.dim() < 2:
         return value
     own_row = value[:1] if len(value) == 1 else value[row : row + 1]
     if value.dim() == 4 and value.shape[-2:] == (tokens, tokens):  # a mask
