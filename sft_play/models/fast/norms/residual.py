@@ -38,7 +38,7 @@ class NormKind:
     offset: float  # added to the weight
     # Whether the gradient of its input may overwrite the gradient of its output. False if its
     # output is added to the residual stream: then both summands have the same gradient tensor.
-    in_place: bool
+    in_place: bool = False
 
 
 def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
@@ -135,12 +135,12 @@ def layer_forward(
     norm2 = getattr(self, roles.norm2)
     block1 = getattr(self, roles.block1)
     block2 = getattr(self, roles.block2)
-    normed, stream = add_norm(hidden_states, None, norm1, norm1.norm_kind)
+    normed, stream = add_norm(hidden_states, None, norm1)
     mixed = block1(hidden_states=normed, **roles.arguments_of(kwargs))
     mixed = mixed[0] if roles.is_tuple1 else mixed
     if roles.multiplier != 1.0:
         mixed = mixed * roles.multiplier
-    normed, stream = add_norm(mixed, stream, norm2, norm2.norm_kind)
+    normed, stream = add_norm(mixed, stream, norm2)
     output = block2(normed)
     output = output[0] if roles.is_tuple2 else output
     if roles.multiplier != 1.0:
@@ -148,14 +148,12 @@ def layer_forward(
     return stream + output
 
 
-def add_norm(
-    x: Tensor, residual: Tensor | None, norm: nn.Module, kind: NormKind
-) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, residual: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Return norm(s) and s = residual + x, each (..., H) in x's dtype; s is x without residual.
 
     Use this s instead of x afterwards: then its gradient and the norm's are added in one pass.
     """
-    return AddNormFunction.apply(x, residual, norm.weight, epsilon(norm), kind)
+    return AddNormFunction.apply(x, residual, norm.weight, epsilon(norm), norm.norm_kind)
 
 
 class AddNormFunction(torch.autograd.Function):
