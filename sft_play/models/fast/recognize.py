@@ -30,10 +30,10 @@ from sft_play.models.sharding import shallow_copy
 # What a class's forward method may raise if it is called with children that it does not expect
 MISMATCH_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
 NORM_KINDS = (
-    NormKind("llama", 0.0, in_place=False),
-    NormKind("gemma", 1.0, in_place=False),
-    NormKind("gemma", 0.0, in_place=False),
-    NormKind("llama", 1.0, in_place=False),
+    NormKind("llama", 0.0),
+    NormKind("gemma", 1.0),
+    NormKind("gemma", 0.0),
+    NormKind("llama", 1.0),
 )
 # Share of a norm's outputs that may round to the number next to the formula's, because the norm may
 # multiply in another order. Casting at another place changes a third of them.
@@ -225,11 +225,9 @@ def _with_arguments(layer: nn.Module, roles: LayerRoles) -> LayerRoles | None:
     expected = stream + roles.multiplier * stream.cos().tanh()
     signature = inspect.signature(inspect.unwrap(type(layer).forward))
     marks: dict[str, object] = {}  # the layer's arguments
-    takes_more = False
-    for name, parameter in list(signature.parameters.items())[2:]:  # after self and the input
+    for parameter in list(signature.parameters.values())[2:]:  # after self and the input
         is_open = parameter.kind is inspect.Parameter.VAR_KEYWORD
-        takes_more |= is_open
-        marks[UNKNOWN_ARGUMENT if is_open else name] = object()
+        marks[UNKNOWN_ARGUMENT if is_open else parameter.name] = object()
     if not agrees(own_result(layer, stubs, x, **marks), expected):
         return None
     given = stubs.pop(roles.block1).kwargs
@@ -239,11 +237,11 @@ def _with_arguments(layer: nn.Module, roles: LayerRoles) -> LayerRoles | None:
     renamed = {name: names.get(id(value)) for name, value in given.items()}
     if None in renamed.values():
         return None
-    passes_more = takes_more and renamed.pop(UNKNOWN_ARGUMENT, None) is not None
+    passes_more = renamed.pop(UNKNOWN_ARGUMENT, None) is not None
     return replace(roles, arguments=tuple(renamed.items()), passes_more=passes_more)
 
 
-UNKNOWN_ARGUMENT = "cu_seq_lens_q"
+UNKNOWN_ARGUMENT = "an_unknown_argument"  # in the place of a layer's **kwargs
 
 
 def calls_attention_interface(module: nn.Module) -> bool:
