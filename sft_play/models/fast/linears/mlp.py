@@ -131,7 +131,7 @@ def install_mlp(setup: TrainingSetup) -> int:
 def bind_mlp(module: nn.Module, roles: GatedMlp) -> None:
     """Set the attributes that `mlp_forward` reads from a gated MLP."""
     names = (roles.gate,) if roles.up is None else (roles.gate, roles.up)
-    module.fused_roles = roles
+    module.fused_activation = roles.activation
     module.is_tiled = False  # `checkpointing` sets it if the layer is recomputed
     module.inner_linears = LinearGroup(*(getattr(module, name) for name in names))
     module.down_linear = LinearGroup(getattr(module, roles.down))
@@ -156,16 +156,19 @@ def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
 
     Shapes: (B, T, H) to (B, T, H).
     """
-    roles: GatedMlp = self.fused_roles
     is_long = hidden_states.numel() >= 2 * tiles.TILE_TOKENS * hidden_states.shape[-1]
     if not is_training(self):
         own = partial(type(self).forward, self)
         return tiles.without_gradients(own, hidden_states) if is_long else own(hidden_states)
-    linears = (self.inner_linears, self.down_linear, roles.activation)
+    fused = partial(
+        lora_mlp,
+        inner=self.inner_linears,
+        down=self.down_linear,
+        activation=self.fused_activation,
+    )
     if is_long and self.is_tiled and hidden_states.requires_grad:
-        function = partial(lora_mlp, inner=linears[0], down=linears[1], activation=linears[2])
-        return tiles.in_tiles(function, hidden_states, self)
-    return lora_mlp(hidden_states, *linears)
+        return tiles.in_tiles(fused, hidden_states, self)
+    return fused(hidden_states)
 
 
 def install_linears(setup: TrainingSetup) -> int:
