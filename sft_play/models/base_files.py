@@ -40,7 +40,7 @@ from transformers.utils import (
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 from sft_play.data.tokenizer import fetch_file, load_tokenizer
-from sft_play.errors import CheckpointError, ConfigError
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
 from sft_play.models import stored_weights
 from sft_play.models.architecture import auto_class_of, encoders_of
 from sft_play.models.parameters import dtype_name
@@ -91,13 +91,12 @@ class GrownTensor:
         return self.stored.get_dtype()
 
 
-def stored_config(config: Config) -> PretrainedConfig | None:
+def stored_config(config: Config) -> PretrainedConfig:
     """Return the config of the base's files with the rows of model.add_tokens.
 
-    Return None if the config cannot be read: loading the weights will then report why.
+    Raises: EnvironmentFault if it cannot be read.
     """
-    stored = _config_of_files(config)
-    return stored and grow_config(stored, growth_of_base(config))
+    return grow_config(_config_of_files(config), growth_of_base(config))
 
 
 def growth_of_base(config: Config) -> Growth | None:
@@ -105,10 +104,9 @@ def growth_of_base(config: Config) -> Growth | None:
 
     Return None if it already has a row for each added token.
     """
-    stored = _config_of_files(config) if config.model.add_tokens else None
-    if stored is None:
+    if not config.model.add_tokens:
         return None
-    rows = stored.get_text_config().vocab_size
+    rows = _config_of_files(config).get_text_config().vocab_size
     needed = max(load_tokenizer(config).convert_tokens_to_ids(config.model.add_tokens)) + 1
     return Growth(rows, needed) if needed > rows else None
 
@@ -121,11 +119,14 @@ def read_config(config: Config) -> PretrainedConfig:
     )
 
 
-def _config_of_files(config: Config) -> PretrainedConfig | None:
+def _config_of_files(config: Config) -> PretrainedConfig:
     try:
         return read_config(config)
-    except (OSError, ValueError, KeyError):
-        return None
+    except (OSError, ValueError, KeyError) as error:
+        raise EnvironmentFault(
+            f"model.name={config.model.name}: the weights could not be loaded: "
+            f"{first_line(error)}; see that the folder is whole, or get the model again"
+        ) from error
 
 
 def stores_own_head(config: Config, stored: PretrainedConfig) -> bool:
@@ -152,15 +153,13 @@ def _ending(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def stored_format(config: Config, stored: PretrainedConfig | None) -> StoredAs | None:
+def stored_format(config: Config) -> StoredAs | None:
     """Return the quantization of the base's weight files, None for 16 or 32 bits."""
-    if stored is None:
-        return None
     try:
         headers = list(read_headers(sorted(set(tensor_files(config).values()))))
     except (SafetensorError, OSError, ValueError):  # loading the weights reports why
         headers = []
-    return stored_as(stored.to_dict(), headers)
+    return stored_as(_config_of_files(config).to_dict(), headers)
 
 
 def base_tensors(config: Config) -> Mapping[str, InFile | Stored | GrownTensor]:
@@ -169,7 +168,7 @@ def base_tensors(config: Config) -> Mapping[str, InFile | Stored | GrownTensor]:
     Embedding and head include the rows of model.add_tokens.
     """
     tensors = tensors_in(tensor_files(config))
-    found = stored_format(config, _config_of_files(config))
+    found = stored_format(config)
     if found is not None:
         tensors = as_plain(tensors, found.block, dtype=getattr(torch, found.dtype))
     return grow_tensors(tensors, growth_of_base(config))
@@ -196,7 +195,7 @@ def reading_stored(
 
 def plain_reading(config: Config) -> dict[str, Any] | None:
     """Return how a process without SFT-Play reads a base as unquantized, None if not needed."""
-    found = stored_format(config, _config_of_files(config))
+    found = stored_format(config)
     if found is None or found.way == "packed":
         return None
     return {"module": stored_weights.__file__, "block": found.block}

@@ -83,7 +83,7 @@ def plain_quantization(config: Config, compute_dtype: torch.dtype) -> dict[str, 
     values = {name: getattr(asked, name) for name in names}
     values["bnb_4bit_compute_dtype"] = dtype_name(compute_dtype)
     stored = stored_config(config)
-    if stored is not None and getattr(stored, "quantization_config", None) is None:
+    if getattr(stored, "quantization_config", None) is None:
         model = empty_model(stored, compute_dtype, config.model.trust_remote_code)
         whole = kept_whole(model)
         if whole:  # plain transformers would pack them, too
@@ -96,12 +96,11 @@ def kept_whole(model: PreTrainedModel) -> list[str]:
     return [*sorted(unquantized_linears(model)), *encoders_of(model)]
 
 
-def with_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> PretrainedConfig:
-    """Return the config of a base stored in 4 bits, changed to compute in `compute_dtype`."""
+def set_compute_dtype(stored: PretrainedConfig, compute_dtype: torch.dtype) -> None:
+    """Let a base that is stored in 4 bits compute in `compute_dtype`."""
     for part in (stored, stored.get_text_config()):
         if getattr(part, "quantization_config", None):
             part.quantization_config["bnb_4bit_compute_dtype"] = dtype_name(compute_dtype)
-    return stored
 
 
 def finish_loading(model: nn.Module, storage: torch.dtype) -> None:
@@ -238,12 +237,10 @@ class Mxfp4Keeper(ExpertQuantizer):
     keeps_mxfp4 = True
 
 
-@contextlib.contextmanager
-def packing_experts(are_mxfp4: bool = False) -> Iterator[None]:
+def packing_experts(are_mxfp4: bool) -> contextlib.AbstractContextManager[Any]:
     """Let `from_pretrained` pack experts in this context; MXFP4 experts stay in MXFP4."""
     quantizer = Mxfp4Keeper if are_mxfp4 else ExpertQuantizer
-    with patch.dict(AUTO_QUANTIZER_MAPPING, {BNB: quantizer}):
-        yield
+    return patch.dict(AUTO_QUANTIZER_MAPPING, {BNB: quantizer})
 
 
 def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:

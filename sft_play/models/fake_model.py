@@ -22,7 +22,7 @@ from sft_play.models.bnb import ExpertQuantizer, pack
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.float8.linear import float8_on_meta
-from sft_play.models.load import loading_options, weight_dtype
+from sft_play.models.load import attention_option, weight_dtype
 from sft_play.plan.config_json import known_model
 from sft_play.plan.counting import grown_vocabulary
 
@@ -32,7 +32,7 @@ def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrained
 
     Raises: EnvironmentFault if there is no config.json.
     """
-    options = loading_options(config, None)
+    options = attention_option(config)
     if options.get("attn_implementation") == "flash_attention_2":
         options["attn_implementation"] = "sdpa"  # flash-attn may not be installed here
     architecture = load_architecture(config)

@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from transformers import (
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -168,22 +167,20 @@ def load_base(
     if config.tuning.mode == "qlora":
         storage = bnb.storage_type(process.compute_dtype, places.zero_stage, places.is_fsdp)
         quantization = bnb.quantization_config(config, process.compute_dtype, storage)
-    stored = stored_config(config)
-    found = stored_format(config, stored)
-    options = loading_options(config, stored)
-    if stored is not None and stores_own_head(config, stored):
+    stored = config_to_load(config)
+    found = stored_format(config)
+    if stores_own_head(config, stored):
         stored.get_text_config().tie_word_embeddings = stored.tie_word_embeddings = False
-        options.setdefault("config", stored)
+    options = {"config": stored, **attention_option(config)}
     options["dtype"] = dtype or weight_dtype(config, process.compute_dtype)
     if found is not None and dtype == "auto":
         options["dtype"] = getattr(torch, found.dtype)  # the files' dtype has 8 bits
     # A quantization_config that is None is never passed: transformers would treat quantized numbers
     # as the weights.
     if found is not None and found.way == "packed":
-        options["config"] = bnb.with_compute_dtype(stored, process.compute_dtype)
+        bnb.set_compute_dtype(stored, process.compute_dtype)
     elif quantization is not None:
         options["quantization_config"] = quantization
-    opened_by = AutoModelForCausalLM if stored is None else auto_class_of(stored)
     devices = placement.resolve_device_map(config, process, stored, places.most_layers)
     if places.is_fsdp and not is_quantized(config) and config.train.fsdp_offload:
         devices = {"": torch.device("cpu")}
@@ -205,7 +202,7 @@ def load_base(
             stack.enter_context(weight_offloading.leaving_on_host(process, places.offloaded_layers))
         if places.offloaded_layers or _has_experts(stored):
             stack.enter_context(one_tensor_at_a_time())
-        model = _from_pretrained(config, opened_by, options)
+        model = _from_pretrained(config, options)
     if len(set(devices.values())) > 1:
         placement.move_inputs_to_embedding(model)
     if quantization is not None:
@@ -252,18 +249,22 @@ def is_quantized(config: Config) -> bool:
     return config.tuning.mode == "qlora" or config.tuning.has_float8_base
 
 
-def loading_options(config: Config, stored: PretrainedConfig | None) -> dict[str, Any]:
-    """Return the loader options that config.model sets, except dtypes and devices."""
-    options: dict[str, Any] = {"config": stored} if stored and config.model.add_tokens else {}
-    if config.model.rope_scaling.rope_type and stored is not None:
-        options["config"] = with_stretched_rope(stored, config.model)
-    if config.model.attn_implementation != "auto":
-        options["attn_implementation"] = config.model.attn_implementation
-    return options
+def config_to_load(config: Config) -> PretrainedConfig:
+    """Return the config of a base's files with added tokens, and with its rope stretched."""
+    stored = stored_config(config)
+    if config.model.rope_scaling.rope_type:
+        return with_stretched_rope(stored, config.model)
+    return stored
 
 
-def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -> PreTrainedModel:
-    """Return transformers' model, loaded by the auto class `opened_by`.
+def attention_option(config: Config) -> dict[str, str]:
+    """Return the option of transformers' loader that model.attn_implementation sets."""
+    attention = config.model.attn_implementation
+    return {} if attention == "auto" else {"attn_implementation": attention}
+
+
+def _from_pretrained(config: Config, options: dict[str, Any]) -> PreTrainedModel:
+    """Return transformers' model, loaded by the auto class of its config.
 
     Raises: EnvironmentFault if a tensor cannot be loaded; ConfigError for experts in 4 bits under
     ZeRO-3, and for an attention that the architecture does not support.
@@ -273,7 +274,7 @@ def _from_pretrained(config: Config, opened_by: type, options: dict[str, Any]) -
     if config.model.trust_remote_code:
         logger.warning("model %s@%s runs its own code", name, config.model.revision or "local")
     try:
-        model, loading_info = opened_by.from_pretrained(
+        model, loading_info = auto_class_of(options["config"]).from_pretrained(
             name,
             revision=config.model.revision,
             trust_remote_code=config.model.trust_remote_code,
@@ -349,10 +350,8 @@ def _has_reason(key: str, layers: int | None) -> bool:
     return any(re.search(pattern, key) for pattern in MAY_BE_UNUSED)
 
 
-def _has_experts(stored: PretrainedConfig | None) -> bool:
+def _has_experts(stored: PretrainedConfig) -> bool:
     """Return whether a config sets a number of experts above one."""
-    if stored is None:
-        return False
     sizes = vars(stored.get_text_config()).items()
     return any("experts" in name and isinstance(size, int) and size > 1 for name, size in sizes)
 

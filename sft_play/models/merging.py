@@ -10,7 +10,7 @@ That base is rounded to 4 bits or to float8, and unpacked again.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,7 +33,6 @@ from sft_play.models.base_files import (
     base_tensors,
     plain_dtype,
     restore_untrained,
-    stored_config,
     stored_format,
     write_config,
 )
@@ -43,7 +42,7 @@ from sft_play.models.experts import expert_weights
 from sft_play.models.float8.linear import float8_candidates
 from sft_play.models.float8.quantize import quantize_weight, why_not_quantized
 from sft_play.models.float8.rows import FLOAT8
-from sft_play.models.load import load_base, loading_options
+from sft_play.models.load import config_to_load, load_base
 from sft_play.models.shards import InFile, ShardWriter
 from sft_play.models.stored_weights import Stored
 from sft_play.plan.stored_as import keeps_mxfp4
@@ -66,7 +65,6 @@ class Skeleton:
     deltas: dict[str, Callable[[], Tensor]]  # what is added to experts' parameters
     embedding: str  # the name of its weight
     untied_head: str | None  # name of an output head that changed and was tied before
-    pieces: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # of the latest deltas
 
 
 @dataclass(frozen=True)
@@ -95,6 +93,8 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
             raise CannotStream("experts that were packed in 4 bits are packed together")
     target.mkdir(parents=True, exist_ok=True)
     writer = ShardWriter(target)
+    # a layer's experts are two parameters
+    pieces = functools.lru_cache(maxsize=2)(functools.partial(_pieces, skeleton))
     for name, in_file in tensors.items():
         parameter = sources.get(name)
         merged = tensor = in_file[...]
@@ -103,7 +103,7 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
         if parameter in packed:
             merged = rounded(tensor.to(merge.base_dtype), merge.quantization)
         if parameter in skeleton.deltas:
-            merged = merged.float() + _pieces(skeleton, parameter)[name]
+            merged = merged.float() + pieces(parameter)[name]
         elif parameter in skeleton.changes:
             merged = skeleton.changes[parameter](in_float32(merged))
         writer.add(name, merged.to(dtype))
@@ -149,13 +149,8 @@ def build_skeleton(merge: Merge) -> Skeleton:
     Raises: CannotStream if the model cannot be built this way; CheckpointError for an adapter that
     lacks tensors.
     """
-    stored = stored_config(merge.config)
-    if stored is None:
-        raise CannotStream("the base's config.json cannot be read")
-    options = loading_options(merge.config, stored)
-    model = empty_model(
-        options.get("config", stored), torch.float32, merge.config.model.trust_remote_code
-    )
+    stored = config_to_load(merge.config)
+    model = empty_model(stored, torch.float32, merge.config.model.trust_remote_code)
     without_memory(model)
     is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     adapted = load_adapter(model, merge.adapter)
@@ -284,13 +279,8 @@ def _replaced(trained: Tensor, name: str, weight: Tensor) -> Tensor:
 
 def _pieces(skeleton: Skeleton, parameter: str) -> dict[str, Tensor]:
     """Return the change of each tensor of a parameter, which files may store in several tensors."""
-    kept = skeleton.pieces
-    if parameter not in kept:
-        while len(kept) > 1:  # a layer's experts are two parameters
-            kept.pop(next(iter(kept)))
-        delta = skeleton.deltas[parameter]().detach().float()
-        kept[parameter] = {parameter: delta} | as_saved(skeleton.model, parameter, delta)
-    return kept[parameter]
+    delta = skeleton.deltas[parameter]().detach().float()
+    return {parameter: delta} | as_saved(skeleton.model, parameter, delta)
 
 
 def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -322,7 +312,7 @@ def training_quantization(
 
     If the files of the base are in 4 bits, training used them as they are.
     """
-    found = stored_format(config, stored_config(config))
+    found = stored_format(config)
     if found is not None and found.way == "packed":
         return None
     if config.tuning.mode == "qlora":
@@ -340,8 +330,7 @@ def quantized_names(model: PreTrainedModel, merge: Merge) -> set[str]:
     """
     if isinstance(merge.quantization, BitsAndBytesConfig):
         names = packed_names(model, merge.quantization)
-        found = stored_format(merge.config, stored_config(merge.config))
-        if keeps_mxfp4(merge.config, found):
+        if keeps_mxfp4(merge.config, stored_format(merge.config)):
             names -= {weight.name for weight in expert_weights(empty_twin(model))}
         return names
     return {f"{name}.weight" for name in float8_candidates(empty_twin(model)).quantized}

@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 
 def resolve_device_map(
-    config: Config, process: Process, stored: PretrainedConfig | None, most_layers: int = 0
+    config: Config, process: Process, stored: PretrainedConfig, most_layers: int = 0
 ) -> DeviceMap:
     """Return the device of each block of a run's base model, {"": device} if it has one device.
 
@@ -49,7 +49,7 @@ def resolve_device_map(
     layers.
     """
     wanted = config.model.device_map
-    if stored is None or not _is_placed(wanted, process):
+    if not _is_placed(wanted, process):
         return {"": process.device}
     model = empty_model(stored, torch.bfloat16, config.model.trust_remote_code)
     model.tie_weights()
