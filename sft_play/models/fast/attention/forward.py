@@ -69,7 +69,11 @@ def attention_forward(
             attention_mask=attention_mask,
             **kwargs,
         )
-    query, key, value = _project(self, hidden_states)
+    outputs = _run_linears(self, hidden_states, self.input_linears)
+    if len(outputs) == 1:  # one projection for all three
+        keys = self.num_key_value_heads * self.head_dim
+        outputs = outputs[0].split((outputs[0].shape[-1] - 2 * keys, keys, keys), dim=-1)
+    query, key, value = outputs
     kind: AttentionKind = self.attention_kind  # set when this method is installed
     has_norms = hasattr(self, "q_norm")
     if has_norms and kind.norms_all_heads:
@@ -81,30 +85,25 @@ def attention_forward(
     if kind.rotates:
         query, key = apply_rotary(query, key, *position_embeddings)
     scoring = Scoring(self.scaling, _window(self))
-    documents = self.packed_documents.on(query.device)  # set when attention is installed
-    mixed = attend(query, key, value, scoring, documents)
-    if documents is not None and attention_mask in documents.image_rows:
-        rows = documents.image_rows[attention_mask]
-        mixed = with_image_rows(mixed, (query, key, value), scoring, rows)
+    mixed = _attend_batch(self, query, key, value, scoring, attention_mask)
     (output,) = _run_linears(self, mixed.flatten(-2), self.output_linear)
     return output, None
 
 
-def projections(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the linears of queries, keys and values, or the one for all three (Phi 3)."""
-    if hasattr(module, "qkv_proj"):
-        return (module.qkv_proj,)
-    return (module.q_proj, module.k_proj, module.v_proj)
+def _attend_batch(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, mask: Tensor
+) -> Tensor:
+    """Return attention (B, T, H, V) in the documents of the batch.
 
-
-def _project(module: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Return queries (B, T, H * D), keys and values (B, T, K * D)."""
-    outputs = _run_linears(module, hidden, module.input_linears)
-    if len(outputs) == 3:
-        return outputs
-    keys = module.num_key_value_heads * module.head_dim
-    queries = outputs[0].shape[-1] - 2 * keys
-    return outputs[0].split((queries, keys, keys), dim=-1)
+    query (B, T, H, D), key (B, T, K, D) and value (B, T, K, V). `mask` is UNMASKED, or its copy for
+    a batch with images.
+    """
+    documents = module.packed_documents.on(query.device)  # set when attention is installed
+    mixed = attend(query, key, value, scoring, documents)
+    if documents is not None and mask in documents.image_rows:
+        rows = documents.image_rows[mask]
+        mixed = with_image_rows(mixed, (query, key, value), scoring, rows)
+    return mixed
 
 
 def _run_linears(module: nn.Module, x: Tensor, linears: LinearGroup) -> tuple[Tensor, ...]:
@@ -260,14 +259,8 @@ def attention_interface_forward(
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
     )
-    tokens_first = []
-    for tensor in (query, key, value):
-        tokens_first.append(tensor.transpose(1, 2))
-    documents = module.packed_documents.on(query.device)
-    mixed = attend(*tokens_first, scoring, documents)
-    if documents is not None and attention_mask in documents.image_rows:
-        mixed = with_image_rows(mixed, tokens_first, scoring, documents.image_rows[attention_mask])
-    return mixed, None
+    tokens_first = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    return _attend_batch(module, *tokens_first, scoring, attention_mask), None
 
 
 def _own_function(module: nn.Module, own: str, kwargs: dict[str, Any]) -> Callable[..., Any]:

@@ -14,7 +14,6 @@ from torch import nn
 from sft_play.models.fast.attention.forward import (
     attention_forward,
     implementations,
-    projections,
     remove_mask,
     use_interface,
 )
@@ -124,7 +123,9 @@ def _whole_attentions(setup: TrainingSetup, modules: list[nn.Module]) -> set[nn.
 def bind_attention(module: nn.Module, kind: AttentionKind) -> None:
     """Set the attributes that `attention_forward` reads from an attention module."""
     module.attention_kind = kind
-    module.input_linears = LinearGroup(*projections(module))
+    is_joint = hasattr(module, "qkv_proj")  # Phi 3
+    names = ("qkv_proj",) if is_joint else ("q_proj", "k_proj", "v_proj")
+    module.input_linears = LinearGroup(*(getattr(module, name) for name in names))
     module.output_linear = LinearGroup(module.o_proj)
 
 

@@ -96,13 +96,13 @@ def _attend_by_heads(
     query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents | None
 ) -> Tensor:
     """Return attention computed with half of the heads, then with the other half."""
-    half = key.shape[2] // 2
-    groups = query.shape[2] // key.shape[2]
+    heads = key.shape[2]
+    groups = query.shape[2] // heads
     outputs = []
-    for heads in (slice(None, half), slice(half, None)):
-        of_queries = slice(*(end and end * groups for end in (heads.start, heads.stop)))
+    for first, end in ((0, heads // 2), (heads // 2, heads)):
+        of_queries = slice(first * groups, end * groups)
         sinks = None if scoring.sinks is None else scoring.sinks[of_queries]
-        parts = (query[:, :, of_queries], key[:, :, heads], value[:, :, heads])
+        parts = (query[:, :, of_queries], key[:, :, first:end], value[:, :, first:end])
         parts = tuple(part.contiguous() for part in parts)
         outputs.append(attend(*parts, replace(scoring, sinks=sinks), documents))
     return torch.cat(outputs, dim=2)
@@ -221,8 +221,7 @@ def attend_with_sinks(
 
     query (N, H, D), key and value (N, K, D); D is a multiple of 8 and at most 256.
     """
-    without_sinks = replace(scoring, sinks=None)
-    return SinkAttention.apply(query, key, value, scoring.sinks, without_sinks, documents)
+    return SinkAttention.apply(query, key, value, scoring.sinks, scoring, documents)
 
 
 class SinkAttention(torch.autograd.Function):
