@@ -176,9 +176,9 @@ class BoundLinears:
             return ()
         if self.copies and self.copies[0].dtype == dtype:
             return self.copies
-        a, b = self.parameters[: len(self.ranks)], self.parameters[len(self.ranks) :]
-        stacked = a[0].new_empty(sum(self.ranks), a[0].shape[1], dtype=dtype)
-        cast_b = [torch.empty_like(each, dtype=dtype) for each in b]
+        a = self.parameters[0]
+        stacked = a.new_empty(sum(self.ranks), a.shape[1], dtype=dtype)
+        cast_b = [torch.empty_like(each.b, dtype=dtype) for each in self.adapters]
         torch._foreach_copy_([*stacked.split(self.ranks), *cast_b], self.parameters)
         return stacked, *cast_b
 
@@ -230,13 +230,9 @@ class BoundLinears:
             # the GPU accumulates in float32, so the result does not have to be rounded
             da = torch.mm(du.t(), x, out_dtype=dtype)
         else:
-            da = du.t() @ x
-        gradients = [*da.split(self.ranks), *db]
-        others = {
-            place: torch.empty_like(each, dtype=dtype)
-            for place, each in enumerate(gradients)
-            if each.dtype != dtype
-        }
-        if others:  # one kernel casts them
-            torch._foreach_copy_(list(others.values()), [gradients[place] for place in others])
-        return [others.get(place, each) for place, each in enumerate(gradients)]
+            rounded_da = du.t() @ x
+            da = rounded_da.to(dtype)
+        if db[0].dtype != dtype:
+            rounded_db, db = db, [torch.empty_like(each, dtype=dtype) for each in db]
+            torch._foreach_copy_(db, rounded_db)  # by one kernel
+        return [*da.split(self.ranks), *db]
