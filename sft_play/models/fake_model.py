@@ -93,9 +93,8 @@ def quantize_on_meta(model: PreTrainedModel, quantization: Any) -> None:
         if isinstance(module, Linear4bit):
             module.weight._quantize(torch.device("meta"))
     for weight in expert_weights(model):
-        module = model.get_submodule(weight.module_name)
-        packed = pack(getattr(module, weight.parameter_name), quantization)
-        setattr(module, weight.parameter_name, packed)
+        packed = pack(model.get_parameter(weight.name), quantization)
+        setattr(model.get_submodule(weight.module_name), weight.parameter_name, packed)
     quantizer.postprocess_model(model)
     bnb.keep_differentiable(model)
 
@@ -118,13 +117,5 @@ def _materialized(dtype: torch.dtype | None, tensor: Tensor) -> Tensor:
     made = nn.Parameter(data, requires_grad=tensor.requires_grad)
     if isinstance(tensor, Params4bit):
         made.quant_state = tensor.quant_state
-        _materialize_constants(made.quant_state)
+        made.quant_state.to("cpu")
     return made
-
-
-def _materialize_constants(state: bnb_functional.QuantState) -> None:
-    if state.nested:
-        state.offset = torch.empty_like(state.offset, device="cpu")
-        _materialize_constants(state.state2)
-    state.absmax = torch.empty_like(state.absmax, device="cpu")
-    state.code = torch.empty_like(state.code, device="cpu")
