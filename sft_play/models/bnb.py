@@ -17,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from bitsandbytes import functional as bnb_functional
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit, Params4bit
 from peft.tuners.lora.layer import ParamWrapper
@@ -262,7 +261,7 @@ def unpack(packed: Params4bit) -> Tensor:
         return nothing.expand(packed.quant_state.shape)
     if isinstance(packed.quant_state, Mxfp4State):
         return mxfp4.unpack(packed.data, packed.quant_state)
-    return bnb_functional.dequantize_4bit(packed.data, packed.quant_state)
+    return dequantize_4bit(packed.data, packed.quant_state)
 
 
 def packed_names(model: PreTrainedModel, quantization: BitsAndBytesConfig) -> set[str]:

@@ -213,8 +213,20 @@ def _pad_token(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def write_for_older_readers(folder: Path, trust_remote_code: bool = False) -> None:
-    """Complete config.json, tokenizer_config.json and the chat template of a saved model."""
-    _complete_config(folder / "config.json", trust_remote_code)
+    """Complete config.json, tokenizer_config.json and the chat template of a saved model.
+
+    config.json gets the keys of transformers 4, unless they change what transformers 5 reads.
+    """
+    path = folder / "config.json"
+    config = read_json(path)
+    completed = {**config, **_older_keys(config)}
+    if "text_config" in config:
+        text_config = config["text_config"]
+        completed["text_config"] = {**text_config, **_older_keys(text_config)}
+    before = _as_read(folder, trust_remote_code)
+    write_json(path, completed)
+    if _as_read(folder, trust_remote_code) != before:
+        write_json(path, config)
     complete_tokenizer(folder)
 
 
@@ -229,19 +241,6 @@ def plain_template(template: str) -> str:
         return f"{{%{found['left']} {word} {found['right']}%}}"
 
     return GENERATION_TAG.sub(as_if, template)
-
-
-def _complete_config(path: Path, trust_remote_code: bool) -> None:
-    """Add the keys of transformers 4, unless they change what transformers 5 reads."""
-    config = read_json(path)
-    completed = {**config, **_older_keys(config)}
-    if "text_config" in config:
-        text_config = config["text_config"]
-        completed["text_config"] = {**text_config, **_older_keys(text_config)}
-    before = _as_read(path, trust_remote_code)
-    write_json(path, completed)
-    if _as_read(path, trust_remote_code) != before:
-        write_json(path, config)
 
 
 def _older_keys(config: Json) -> Json:
@@ -260,8 +259,8 @@ def _older_keys(config: Json) -> Json:
     return found
 
 
-def _as_read(path: Path, trust_remote_code: bool) -> Json:
-    read = AutoConfig.from_pretrained(path.parent, trust_remote_code=trust_remote_code).to_dict()
+def _as_read(folder: Path, trust_remote_code: bool) -> Json:
+    read = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code).to_dict()
     return {name: value for name, value in read.items() if not name.startswith("_")}
 
 

@@ -60,7 +60,7 @@ def dividing_while_loading(
 
     def divide(model: PreTrainedModel) -> None:
         model.tie_weights()
-        _divide(model, process, trains_weights, offloads)
+        _divide(model, process, trains_weights, offloads, adapters=set())
 
     creating_shards = contextlib.nullcontext()
     if offloads:
@@ -88,9 +88,9 @@ def _divide(
     process: Process,
     trains_weights: bool,
     offloads: bool,
-    left_whole: set[nn.Parameter] | None = None,
+    adapters: set[nn.Parameter],
 ) -> None:
-    """Shard the weights of a model across the ranks.
+    """Shard the weights of a model across the ranks, except those of `adapters`.
 
     `trains_weights` means that weights are trained, and not only adapters. `offloads` stores a
     rank's shards in host memory.
@@ -108,7 +108,7 @@ def _divide(
     # Encoders are not sharded, and are a small part: ranks without an image do not run them, so
     # they would gather nothing.
     encoders = encoders_of(model).values()
-    left_whole = (left_whole or set()).union(*(encoder.parameters() for encoder in encoders))
+    left_whole = adapters.union(*(encoder.parameters() for encoder in encoders))
     inside = {module for encoder in encoders for module in encoder.modules()}
     layers = [layer for layer in layers if layer not in inside]
     if not layers:
@@ -198,7 +198,7 @@ def divide_quantized(
                 whole = whole.data
             if whole is not parameter:
                 module._parameters[name] = nn.Parameter(whole, requires_grad=False)
-    _divide(model, process, False, offloads, left_whole=adapters)
+    _divide(model, process, False, offloads, adapters)
     while own_rows:  # each is freed once it is copied
         (module, name), rows = own_rows.popitem()
         divided = module._parameters[name]

@@ -45,22 +45,21 @@ class MemoryTracker(TorchDispatchMode):
     def track(self, values: Iterable[Any]) -> None:
         """Count the storages of all tensors among `values` that are not counted yet."""
         for value in values:
-            if isinstance(value, Tensor):
-                self._track_storage(value.untyped_storage())
+            if not isinstance(value, Tensor):
+                continue
+            storage = value.untyped_storage()
+            address = storage._cdata
+            if address in self._sizes:
+                continue
+            self._sizes[address] = storage.nbytes()
+            self.live_bytes += storage.nbytes()
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            weakref.finalize(storage, self._forget, address).atexit = False
 
     def reset_peak(self) -> int:
         """Reset the peak to the bytes that are allocated now, and return them."""
         self.peak_bytes = self.live_bytes
         return self.live_bytes
-
-    def _track_storage(self, storage: torch.UntypedStorage) -> None:
-        address = storage._cdata
-        if address in self._sizes:
-            return
-        self._sizes[address] = storage.nbytes()
-        self.live_bytes += storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-        weakref.finalize(storage, self._forget, address).atexit = False
 
     def _forget(self, address: int) -> None:
         self.live_bytes -= self._sizes.pop(address)

@@ -67,8 +67,11 @@ class Stored:
         for name, part in self.parts.items():
             tensor = part[...]
             read[name] = tensor if self.device is None else tensor.to(self.device)
-        if "absmax" in read:
-            weight = unpacked(read.pop("stored"), read)
+        if "absmax" in read:  # packed by bitsandbytes
+            from bitsandbytes.functional import QuantState, dequantize_4bit
+
+            packed = read.pop("stored")
+            weight = dequantize_4bit(packed, QuantState.from_dict(read, packed.device))
         else:
             weight = dequantized(block=self.block, **read)
         return weight[index]
@@ -128,13 +131,6 @@ def _of_mxfp4(stored: Tensor, exponents: Tensor) -> Tensor:
             weight = numbers.new_empty(len(stored), *numbers.shape[1:])
         weight[few] = numbers
     return weight
-
-
-def unpacked(packed: Tensor, stats: dict[str, Tensor]) -> Tensor:
-    """Return a weight (R, C) that bitsandbytes packed in 4 bits."""
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    return dequantize_4bit(packed, QuantState.from_dict(stats, packed.device))
 
 
 def _spread(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
