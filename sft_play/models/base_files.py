@@ -180,7 +180,7 @@ def plain_dtype(in_file: InFile | Stored, tensor: Tensor) -> torch.dtype:
 
 
 def reading_stored(
-    found: StoredAs, device: torch.device, keeps_experts: bool = False
+    found: StoredAs, device: torch.device, keeps_experts: bool
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context in which `from_pretrained` reads weights stored in format `found`.
 

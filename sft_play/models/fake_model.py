@@ -99,7 +99,7 @@ def quantize_on_meta(model: PreTrainedModel, quantization: Any) -> None:
     bnb.keep_differentiable(model)
 
 
-def materialize(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+def materialize(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Replace meta tensors by CPU tensors, which have no data in a FakeTensorMode.
 
     Autocast and device checks then work as in a run. `dtype` casts floating-point parameters.

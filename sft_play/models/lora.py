@@ -109,11 +109,8 @@ def _target_names(model: PreTrainedModel, lora: LoraSection) -> list[str]:
     if isinstance(lora.target_modules, list):
         return lora.target_modules
     head = model.get_output_embeddings()
-    names: set[str] = set()
-    for name in linear_names(model):
-        if model.get_submodule(name) is not head:
-            names.add(name.rpartition(".")[2])
-    return sorted(names)
+    names = [name for name in linear_names(model) if model.get_submodule(name) is not head]
+    return sorted({name.rpartition(".")[2] for name in names})
 
 
 def _find_modules(model: nn.Module, wanted: list[str]) -> list[str]:
@@ -157,15 +154,10 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 def _token_rows(model: PreTrainedModel, token_ids: Sequence[int]) -> dict[str, list[int]]:
     """Return the rows of each matrix to train; PEFT finds a tied head by itself."""
-    rows = {_name_of(model, model.get_input_embeddings()): list(token_ids)}
-    head = model.get_output_embeddings()
-    if head is not None and not _is_tied(model):
-        rows[_name_of(model, head)] = list(token_ids)
-    return rows
-
-
-def _name_of(model: nn.Module, wanted: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is wanted)
+    matrices = {model.get_input_embeddings()}
+    if not _is_tied(model):
+        matrices.add(model.get_output_embeddings())
+    return {name: [*token_ids] for name, module in model.named_modules() if module in matrices}
 
 
 def _train_modules_in_float32(model: PeftModel) -> None:

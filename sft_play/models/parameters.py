@@ -88,14 +88,9 @@ def stored_tensors(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
 
 def count_parameters(model: nn.Module) -> ParameterCount:
     """Count parameters. Sharded (ZeRO-3) and packed 4-bit weights count in full."""
-    trainable = 0
-    total = 0
-    for parameter in model.parameters():
-        count = stored_weights(parameter)
-        total += count
-        if parameter.requires_grad:
-            trainable += count
-    return ParameterCount(trainable, total)
+    counts = {parameter: stored_weights(parameter) for parameter in model.parameters()}
+    trainable = sum(count for parameter, count in counts.items() if parameter.requires_grad)
+    return ParameterCount(trainable, sum(counts.values()))
 
 
 def stored_weights(parameter: nn.Parameter) -> int:

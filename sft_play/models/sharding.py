@@ -50,7 +50,7 @@ OWN_ROWS = "own_rows"  # attribute of a parameter: this rank's rows of it
 
 @contextlib.contextmanager
 def dividing_while_loading(
-    process: Process, trains_weights: bool, offloads: bool = False
+    process: Process, trains_weights: bool, offloads: bool
 ) -> Iterator[None]:
     """Let from_pretrained shard a model once it is built, on the meta device.
 
@@ -138,9 +138,7 @@ def _divide(
         type(unit).__module__ = own_class.__module__
 
 
-def keeping_own_rows(
-    process: Process, offloads: bool = False
-) -> contextlib.AbstractContextManager[None]:
+def keeping_own_rows(process: Process, offloads: bool) -> contextlib.AbstractContextManager[None]:
     """Let from_pretrained keep only this rank's rows of each layer's weights, until `_divide`.
 
     This is for weights that are quantized as they are read: every rank reads and quantizes all of

@@ -78,10 +78,6 @@ class StepSetup:
         """Return the dtype of matrix multiplications."""
         return DTYPES[precision(self.config)]
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.device == "cuda"
-
 
 @dataclass(frozen=True)
 class MicroBatchBytes:

@@ -136,7 +136,7 @@ def tracing(model: PreTrainedModel, setup: StepSetup) -> Iterator[FusedKernels]:
     """Give a meta model fake tensors and the run's kernels; yield the kernels."""
     dtype = setup.compute_dtype
     process = Process.alone(torch.device(setup.device), dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.on_gpu):
+    with FakeTensorMode(allow_non_fake_inputs=True), fake_kernels(setup.device == "cuda"):
         materialize(model, dtype if setup.zero_stage else None)  # DeepSpeed casts all weights
         yield install_fused_kernels(model, setup.config, process, setup.zero_stage)
 
