@@ -11,13 +11,12 @@ kernel is compared with it on real inputs.
 import inspect
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from sft_play.models import triton_kernels
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.norms import residual
-from sft_play.models.fast.norms.residual import epsilon
+from sft_play.models.fast.norms.residual import AllocatedRmsNorm, epsilon
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognize import layer_roles_of, norm_kind_of
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, is_fused, is_training
@@ -101,26 +100,10 @@ def _install_residual_adds(
     return fused
 
 
-class AllocatedGatedNorm(torch.autograd.Function):
-    """What a gated RMSNorm allocates in a trace. Saves its two inputs and a float32 per row."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, gate: Tensor) -> Tensor:
-        """Return an output like x."""
-        ctx.save_for_backward(x, gate, x.new_empty(x.shape[:-1], dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of both inputs."""
-        x, gate, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(gate)
-
-
 def norm_then_silu(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
     """Return w x / rms(x) * silu(gate)."""
     if triton_kernels.is_traced:
-        return AllocatedGatedNorm.apply(x, gate)
+        return AllocatedRmsNorm.apply(x, gate, False)
     from fla.modules.norm.fused_norm_gate import rms_norm_gated  # imports Triton, which needs a GPU
 
     return rms_norm_gated(x, gate, norm.weight, None, "swish", eps=epsilon(norm))

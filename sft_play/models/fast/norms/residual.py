@@ -62,25 +62,26 @@ def normalize(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
 
 
 class AllocatedRmsNorm(torch.autograd.Function):
-    """What Liger's RMSNorm allocates in a trace.
+    """What an RMSNorm allocates in a trace: Liger's, or one with a gate.
 
-    It saves its input and a float32 per token; backward may overwrite `grad`.
+    It saves its input, the weight or the gate, and a float32 per token or group of features.
+    Backward may overwrite `grad`.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, in_place: bool) -> Tensor:
-        """Return an output like x."""
-        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+    def forward(ctx, x: Tensor, factor: Tensor, in_place: bool) -> Tensor:
+        """Return an output like x; `factor` is the weight or the gate."""
+        ctx.save_for_backward(x, factor, x.new_empty(x.shape[:-1], dtype=torch.float32))
         ctx.in_place = in_place
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Gradients:
-        """Return the gradient of x, and that of the weight if it is trained."""
-        x, weight, _ = ctx.saved_tensors
+        """Return the gradient of x, and that of the factor if it needs one."""
+        x, factor, _ = ctx.saved_tensors
         grad_x = grad if ctx.in_place else torch.empty_like(x)
-        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, None
+        grad_factor = torch.empty_like(factor) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_factor, None
 
 
 def epsilon(norm: nn.Module) -> float:
