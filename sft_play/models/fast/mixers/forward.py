@@ -212,11 +212,7 @@ def _not_available(own: Kernel) -> Kernel:
     The real kernel computes convolution, scan and output projection in one call. It ignores the
     documents and the adapter of the projection.
     """
-
-    def none(*_: Any, **__: Any) -> None:
-        return None
-
-    return none
+    return lambda *_, **__: None
 
 
 def _in_groups(own: Kernel, names: tuple[str, ...], dim: int) -> Kernel:

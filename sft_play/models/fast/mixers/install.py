@@ -114,9 +114,7 @@ def with_other_first_document(call: Call) -> Call:
     hidden = hidden_states(call)
     changed = hidden.clone()
     changed[:, : LENGTHS[0]] = -hidden[:, : LENGTHS[0]].flip(1)
-    args = tuple(changed if value is hidden else value for value in call.args)
-    kwargs = {name: changed if value is hidden else value for name, value in call.kwargs.items()}
-    return Call(args, kwargs)
+    return tree_map_only(Tensor, lambda value: changed if value is hidden else value, call)
 
 
 def hidden_states(call: Call, tokens: int = sum(LENGTHS)) -> Tensor | None:
