@@ -173,19 +173,12 @@ def gate_of(experts: nn.Module, has_values: bool = True) -> Gate:
         activation = activation_of(experts.act_fn)
         if activation is not None:
             return FusedGlu(activation)
-    clamped = _clamped_glu(experts)
-    if clamped is not None and (not has_values or _computes(experts, clamped)):
-        return clamped
+    alpha, limit = getattr(experts, "alpha", None), getattr(experts, "limit", None)
+    if not experts.is_concatenated and isinstance(alpha, float) and isinstance(limit, float):
+        clamped = ClampedGlu(alpha, limit)
+        if not has_values or _computes(experts, clamped):
+            return clamped
     return OwnGate(experts._apply_gate)
-
-
-def _clamped_glu(experts: nn.Module) -> ClampedGlu | None:
-    """Return the clamped gate that a module appears to have; None if it has no such gate."""
-    alpha = getattr(experts, "alpha", None)
-    limit = getattr(experts, "limit", None)
-    if experts.is_concatenated or not isinstance(alpha, float) or not isinstance(limit, float):
-        return None
-    return ClampedGlu(alpha, limit)
 
 
 @torch.no_grad()

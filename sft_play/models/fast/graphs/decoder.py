@@ -181,7 +181,11 @@ class GraphedDecoder:
             self._stop(f"micro-batches have more than {MOST_RECORDINGS} shapes")
         if first is call:
             return None
-        computed = None if call.shape in self.proven else self._compute(kwargs)
+        computed = None
+        if call.shape not in self.proven:  # before a recording uses memory
+            computed = Computed.by_layers(
+                self._launch(**kwargs).last_hidden_state, self.gradients.parameters
+            )
         hidden = self.hidden.parts(call.shape, computed and computed.hidden)
         self.free_cache()
         recorded, failure = None, "on another rank"
@@ -199,11 +203,6 @@ class GraphedDecoder:
             return None
         self.recorded[call.shape] = recorded
         return recorded
-
-    def _compute(self, kwargs: dict[str, Any]) -> Computed:
-        """Return what the layers compute for a call, before a recording of it uses memory."""
-        hidden = self._launch(**kwargs).last_hidden_state
-        return Computed.by_layers(hidden, self.gradients.parameters)
 
     def _is_equal(self, recorded: RecordedPass, call: DecoderCall, computed: Computed) -> bool:
         found = self._largest(recorded.difference(call, computed))

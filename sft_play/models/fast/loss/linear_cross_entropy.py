@@ -89,8 +89,15 @@ def head_formula_of(base: PreTrainedModel, head: nn.Module) -> HeadFormula | Non
     logits = getattr(result, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape != scores.shape:
         return None
+    logits = logits.double()
+    candidates = [HeadFormula(), HeadFormula(scale=float(logits[0, 0, 0] / scores[0, 0, 0]))]
     softcap = getattr(base.config.get_text_config(), "final_logit_softcapping", None)
-    return _fitting(scores, logits.double(), softcap)
+    if softcap is not None:
+        candidates.append(HeadFormula(softcap=softcap))
+    for formula in candidates:
+        if torch.allclose(logits, formula.logits(scores), rtol=FLOAT32_EPSILON, atol=0):
+            return formula
+    return None
 
 
 class DecoderStub(nn.Module):
@@ -106,18 +113,6 @@ class DecoderStub(nn.Module):
     def forward(self, *_: Any, **__: Any) -> StubOutput:
         """Return the output."""
         return self.output
-
-
-def _fitting(scores: Tensor, logits: Tensor, softcap: float | None) -> HeadFormula | None:
-    """Return the formula that computes these logits from the scores; None if none fits."""
-    plain = HeadFormula(scale=float(logits.flatten()[0] / scores.flatten()[0]))
-    candidates = [HeadFormula(), plain]
-    if softcap is not None:
-        candidates.append(HeadFormula(softcap=softcap))
-    for formula in candidates:
-        if torch.allclose(logits, formula.logits(scores), rtol=FLOAT32_EPSILON, atol=0):
-            return formula
-    return None
 
 
 # Logits per chunk: enough to keep the GPU's matrix units busy (1,024 tokens for the largest heads)
