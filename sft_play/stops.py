@@ -148,7 +148,7 @@ def end_with_parent(number: signal.Signals = signal.SIGKILL, parent: int | None 
         if os.getppid() != parent:  # it ended before it was asked for
             os.kill(os.getpid(), number)
     else:
-        watch_parent(lambda: os.kill(os.getpid(), number))
+        watch_parent(lambda: os.kill(os.getpid(), number), parent)
 
 
 def outlive_parent() -> None:
@@ -167,9 +167,9 @@ def end_with_make() -> None:
             end_with_parent(PARENT_GONE)
 
 
-def watch_parent(when_gone: Callable[[], None]) -> None:
+def watch_parent(when_gone: Callable[[], None], parent: int | None = None) -> None:
     """Start a thread that calls `when_gone` once the process that started this one has ended."""
-    parent = os.getppid()
+    parent = os.getppid() if parent is None else parent
 
     def watch() -> None:
         while os.getppid() == parent:

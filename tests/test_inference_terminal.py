@@ -240,12 +240,13 @@ def test_no_process_is_left_of_a_command_that_is_ended(counting_run, tmp_path, n
     line = [sys.executable, "-m", "sft_play", "infer"]
     command = psutil.Popen(line, env={**os.environ, **environ}, start_new_session=True)
     deadline = time.monotonic() + SECONDS
-    while not (tmp_path / "out.jsonl.parts").is_dir() and time.monotonic() < deadline:
+    shares: list[psutil.Process] = []
+    while len(shares) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    shares = command.children()
+        shares = command.children()
     assert len(shares) == 2
     command.send_signal(number)
-    _, alive = psutil.wait_procs([command, *shares], timeout=5)
+    _, alive = psutil.wait_procs([command, *shares], timeout=SECONDS)
     for process in alive:
         process.kill()
     assert alive == []

@@ -70,9 +70,9 @@ def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> Reply:
     """
     with tempfile.TemporaryDirectory(prefix="sft_play-") as folder:
         answer = Path(folder) / "answer.json"
-        asked = json.dumps(asdict(request))
+        asked, own_pid = json.dumps(asdict(request)), str(os.getpid())
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(PACKAGE.parent), str(answer), asked],
+            [sys.executable, "-c", PROGRAM, str(PACKAGE.parent), str(answer), asked, own_pid],
             env={**environment(), **variables, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -110,10 +110,11 @@ def _show(process: subprocess.Popen[str], quiet: bool) -> None:
 
 def main() -> None:
     """Answer the request on the command line; one of our errors is also an answer."""
-    stops.end_with_parent(stops.PARENT_GONE)  # otherwise a restarted notebook leaves a GPU occupied
+    answer, asked, parent = Path(sys.argv[2]), json.loads(sys.argv[3]), int(sys.argv[4])
+    # otherwise a restarted notebook leaves a GPU occupied
+    stops.end_with_parent(stops.PARENT_GONE, parent)
     log_to_stderr()
-    answer = Path(sys.argv[2])
-    request = Request(**json.loads(sys.argv[3]))
+    request = Request(**asked)
     try:
         call = read_call(request.config, request.overrides)
         if request.command == "train":

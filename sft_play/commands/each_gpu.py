@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ def score_run(call: Call, run: RunFolder) -> list[str]:
     asked = use.settings_of(call, run, "eval")
     device = call.machine.kind
     compares = use.compares(call, run)
-    place = own_place(call.environ)
+    place = Place.of_environment(call.environ)
     count = count_processes(call, asked)
     if place is None and count > 1:
         run_on_each("eval", call, run, count)
@@ -121,7 +121,7 @@ def answer_file(asked: FileCall) -> list[str]:
     """
     prompts = asked.prompts()
     file = AnswerFile(asked.out)
-    place = own_place(asked.call.environ)
+    place = Place.of_environment(asked.call.environ)
     if place is not None:
         _answer_share(asked, prompts, file, place, lambda _: None)
         return []
@@ -144,7 +144,7 @@ def _answer_rest(asked: FileCall, prompts: Sequence[Prompt], file: AnswerFile) -
     try:
         with counted("answering", len(prompts), "prompts", done) as advance:
             if count == 1:
-                _answer_share(asked, prompts, file, Place(0, 1, 0), advance)
+                _answer_share(asked, prompts, file, Place(0, 1, 0, 0), advance)
             else:
                 watch = PartsWatch(file)
                 look = lambda: advance(watch.new_answers())  # noqa: E731
@@ -187,17 +187,6 @@ def count_processes(call: Call, asked: LoadedConfig) -> int:
     return min(wanted or hardware.count, hardware.count)
 
 
-def own_place(environ: Mapping[str, str]) -> Place | None:
-    """Return the place of this process, None if the user started it.
-
-    A process with a place ends when the process that started it ends.
-    """
-    place = Place.of_environment(environ)
-    if place is not None:
-        stops.end_with_parent()
-    return place
-
-
 def run_on_each(
     command: str,
     call: Call,
@@ -218,7 +207,7 @@ def run_on_each(
     with stops.stopped_with("stopped"):
         try:
             for number in range(count):
-                environ[PLACE] = f"{number}/{count}:{port}"
+                environ[PLACE] = f"{number}/{count}:{port}:{os.getpid()}"
                 if call.invocation.device != "cpu":
                     environ["CUDA_VISIBLE_DEVICES"] = entries[number]
                 line = [sys.executable, "-m", "sft_play", command, *words]

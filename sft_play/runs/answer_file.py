@@ -20,7 +20,7 @@ from sft_play.runs.files import Json, json_line, read_json, write_json, write_te
 LOCK = "lock"  # in the folder of parts
 NUMBER = "number"  # of a prompt in its file, from 0: only in parts
 
-PLACE = "SFT_PLAY_PLACE"  # of a process: "1/4:29500"
+PLACE = "SFT_PLAY_PLACE"  # of a process: "1/4:29500:7312"
 
 
 @dataclass(frozen=True)
@@ -151,17 +151,18 @@ class Part:
 
 
 class Place(NamedTuple):
-    """A process among those of a command, and the port where they meet."""
+    """A process among those of a command, the port where they meet, and who started them."""
 
     number: int
     of: int
     port: int
+    parent: int  # its process id
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str]) -> "Place | None":
         """Return that of this process, None if it is the one that the user started."""
         if PLACE not in environ:
             return None
-        place, _, port = environ[PLACE].partition(":")
+        place, port, parent = environ[PLACE].split(":")
         number, _, of = place.partition("/")
-        return cls(int(number), int(of), int(port))
+        return cls(int(number), int(of), int(port), int(parent))
