@@ -168,18 +168,16 @@ def load_base(
         storage = bnb.storage_type(process.compute_dtype, places.zero_stage, places.is_fsdp)
         quantization = bnb.quantization_config(config, process.compute_dtype, storage)
     stored = config_to_load(config)
-    found = stored_format(config)
     if stores_own_head(config, stored):
         stored.get_text_config().tie_word_embeddings = stored.tie_word_embeddings = False
+    found = stored_format(config)
     options = {"config": stored, **attention_option(config)}
     options["dtype"] = dtype or weight_dtype(config, process.compute_dtype)
     if found is not None and dtype == "auto":
         options["dtype"] = getattr(torch, found.dtype)  # the files' dtype has 8 bits
-    # A quantization_config that is None is never passed: transformers would treat quantized numbers
-    # as the weights.
     if found is not None and found.way == "packed":
         bnb.set_compute_dtype(stored, process.compute_dtype)
-    elif quantization is not None:
+    elif quantization is not None:  # None would make transformers read quantized numbers as weights
         options["quantization_config"] = quantization
     devices = placement.resolve_device_map(config, process, stored, places.most_layers)
     if places.is_fsdp and not is_quantized(config) and config.train.fsdp_offload:
