@@ -33,23 +33,23 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 10_880,
+    ".": 10_930,
     "commands": 20_990,
     "compat": 1_260,
     "config": 24_270,
     "data": 69_190,
     "evaluation": 13_050,
     "inference": 18_630,
-    "models": 105_060,
+    "models": 104_940,
     "monitor": 7_850,
     "notebooks": 13_580,
     "plan": 48_730,
     "reporting": 10_680,
-    "runs": 14_970,
+    "runs": 14_980,
     "training": 46_850,
 }
 FILES = 325
-FUNCTIONS = 3_945
+FUNCTIONS = 3_940
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 622
 CALLED_FUNCTIONS = 64

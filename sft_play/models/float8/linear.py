@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
+from transformers.quantizers.base import _assign_is_quantized
 
 from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
@@ -221,6 +222,7 @@ def quantizing_to_float8(device: torch.device) -> Iterator[None]:
     def candidates(model: PreTrainedModel) -> Iterable[nn.Linear]:
         nonlocal layers
         layers = float8_candidates(model)
+        _assign_is_quantized(model)  # Jamba's mixers then use no weight without its layer
         return layers.quantized.values()
 
     def quantize_layer(weight: nn.Parameter, parameter_name: str) -> None:
