@@ -40,7 +40,7 @@ TOKENS = {
     "data": 69_190,
     "evaluation": 13_050,
     "inference": 18_630,
-    "models": 104_940,
+    "models": 104_930,
     "monitor": 7_850,
     "notebooks": 13_580,
     "plan": 48_730,

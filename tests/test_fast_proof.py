@@ -1,6 +1,7 @@
 """Fused code that computes something else is caught before it is installed."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_a_mutant_of_a_layer_is_caught(mutant):
     for layer in layers:
         if mutant == "offset":
             kind = layer.input_layernorm.norm_kind
-            layer.input_layernorm.norm_kind = type(kind)(kind.casting, 1.0, kind.in_place)
+            layer.input_layernorm.norm_kind = replace(kind, offset=1.0)
         else:
             roles = layer.fused_roles
             names = (roles.norm1, roles.block1, roles.norm2, roles.block2)

@@ -9,8 +9,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from sft_play.models.fast.norms import residual
 from sft_play.models.fast.norms.residual import NormKind, add_norm
 
-LLAMA = NormKind("llama", 0.0, in_place=True)
-GEMMA = NormKind("gemma", 1.0, in_place=True)
+EPSILON = 1e-5
+LLAMA = NormKind("llama", 0.0, EPSILON, in_place=True)
+GEMMA = NormKind("gemma", 1.0, EPSILON, in_place=True)
 KINDS = {"llama": (LlamaRMSNorm, LLAMA), "gemma": (GemmaRMSNorm, GEMMA)}
 FEATURES = 40  # not a power of two
 SAME = 1e-6  # tolerance of float32 sums in another order
@@ -18,7 +19,7 @@ SAME = 1e-6  # tolerance of float32 sums in another order
 
 def norm_of(name: str) -> nn.Module:
     norm_class, kind = KINDS[name]
-    norm = norm_class(FEATURES, eps=1e-5)
+    norm = norm_class(FEATURES, eps=EPSILON)
     norm.norm_kind = kind
     nn.init.normal_(norm.weight)
     return norm.requires_grad_(False)

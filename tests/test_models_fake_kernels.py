@@ -69,7 +69,7 @@ def test_the_kernels_of_the_fast_path_keep_what_their_formulas_do():
     x, residual_x, weight = random(2, 8, 16), random(2, 8, 16), random(16, trained=False)
     gate, up = random(8, 24), random(8, 24)
     joined, activated = (
-        (lambda *tensors: residual.AddNormFunction.apply(*tensors, 1e-6, LLAMA)),
+        (lambda *tensors: residual.AddNormFunction.apply(*tensors, LLAMA)),
         (lambda *tensors: glu.GluFunction.apply(*tensors, "silu")),
     )
     real = kept_and_made(joined, x, residual_x, weight), kept_and_made(activated, gate, up)

@@ -29,12 +29,8 @@ from sft_play.models.sharding import shallow_copy
 
 # What a class's forward method may raise if it is called with children that it does not expect
 MISMATCH_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError)
-NORM_KINDS = (
-    NormKind("llama", 0.0),
-    NormKind("gemma", 1.0),
-    NormKind("gemma", 0.0),
-    NormKind("llama", 1.0),
-)
+# Casting and offset of an RMSNorm: see `NormKind`
+NORM_KINDS = (("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0), ("llama", 1.0))
 # Share of a norm's outputs that may round to the number next to the formula's, because the norm may
 # multiply in another order. Casting at another place changes a third of them.
 OTHER_ROUNDING = 0.02
@@ -163,8 +159,9 @@ def norm_kind_of(module: nn.Module) -> NormKind | None:
     result = own_result(module, {"weight": weight}, x)
     if not isinstance(result, Tensor) or result.dtype != x.dtype or result.shape != x.shape:
         return None
-    for kind in NORM_KINDS:
-        expected, *_ = Reference.forward(x, None, weight, eps, kind)
+    for casting, offset in NORM_KINDS:
+        kind = NormKind(casting, offset, eps)
+        expected, *_ = Reference.forward(x, None, weight, kind)
         differing = float(result.ne(expected).double().mean())
         is_near = torch.allclose(result.float(), expected.float(), rtol=2**-6)
         if is_near and differing <= OTHER_ROUNDING:

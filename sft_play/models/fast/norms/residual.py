@@ -36,6 +36,7 @@ class NormKind:
 
     casting: str  # the part in float32: x / rms(x) for "llama", everything for "gemma"
     offset: float  # added to the weight
+    eps: float  # added to the mean square
     # Whether the gradient of its input may overwrite the gradient of its output. False if its
     # output is added to the residual stream: then both summands have the same gradient tensor.
     in_place: bool = False
@@ -48,17 +49,17 @@ def norm_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
     """
     if not is_training(self):
         return type(self).forward(self, hidden_states)
-    return normalize(hidden_states, self.weight, epsilon(self), self.norm_kind)
+    return normalize(hidden_states, self.weight, self.norm_kind)
 
 
-def normalize(x: Tensor, weight: Tensor, eps: float, kind: NormKind) -> Tensor:
+def normalize(x: Tensor, weight: Tensor, kind: NormKind) -> Tensor:
     """Return y like x, computed by Liger's kernel."""
     if triton_kernels.is_traced:
         return AllocatedRmsNorm.apply(x, weight, kind.in_place)
     from liger_kernel.ops import LigerRMSNormFunction  # imports Triton, which needs a GPU
 
     options = (kind.offset, kind.casting, kind.in_place, None)
-    return LigerRMSNormFunction.apply(x, weight, eps, *options)
+    return LigerRMSNormFunction.apply(x, weight, kind.eps, *options)
 
 
 class AllocatedRmsNorm(torch.autograd.Function):
@@ -154,7 +155,7 @@ def add_norm(x: Tensor, residual: Tensor | None, norm: nn.Module) -> tuple[Tenso
 
     Use this s instead of x afterwards: then its gradient and the norm's are added in one pass.
     """
-    return AddNormFunction.apply(x, residual, norm.weight, epsilon(norm), norm.norm_kind)
+    return AddNormFunction.apply(x, residual, norm.weight, norm.norm_kind)
 
 
 class AddNormFunction(torch.autograd.Function):
@@ -162,17 +163,12 @@ class AddNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        kind: NormKind,
+        ctx, x: Tensor, residual: Tensor | None, weight: Tensor, kind: NormKind
     ) -> tuple[Tensor, Tensor]:
         """Return y and s (..., H)."""
         assert not weight.requires_grad, "a norm whose weight is trained"
         ctx.kernels = _kernels(x)
-        y, s, inverse_rms = ctx.kernels.forward(x, residual, weight, eps, kind)
+        y, s, inverse_rms = ctx.kernels.forward(x, residual, weight, kind)
         ctx.save_for_backward(s, weight, inverse_rms)
         ctx.kind = kind
         ctx.has_residual = residual is not None
@@ -185,7 +181,7 @@ class AddNormFunction(torch.autograd.Function):
         s, weight, inverse_rms = ctx.saved_tensors
         with gathered([weight]) if is_partitioned(weight) else contextlib.nullcontext():
             dx = ctx.kernels.backward(dy, ds, s, weight, inverse_rms, ctx.kind)
-        return dx, dx if ctx.has_residual else None, None, None, None
+        return dx, dx if ctx.has_residual else None, None, None
 
 
 class Reference:
@@ -193,16 +189,12 @@ class Reference:
 
     @staticmethod
     def forward(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        kind: NormKind,
+        x: Tensor, residual: Tensor | None, weight: Tensor, kind: NormKind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return y and s (..., H), and 1 / rms(s) (..., 1) float32."""
         s = x if residual is None else residual + x
         wide = s.float()
-        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        inverse_rms = torch.rsqrt(wide.square().mean(-1, keepdim=True) + kind.eps)
         if kind.casting == "gemma":
             y = (wide * inverse_rms * (kind.offset + weight.float())).to(x.dtype)
         else:
@@ -315,11 +307,7 @@ class Launched:
 
     @staticmethod
     def forward(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        eps: float,
-        kind: NormKind,
+        x: Tensor, residual: Tensor | None, weight: Tensor, kind: NormKind
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return y and s (..., H), and 1 / rms(s) (N,) float32."""
         x = x.contiguous()
@@ -333,7 +321,7 @@ class Launched:
         tensors = (x, residual, weight, y, s, inverse)
         flags = (kind.casting == "gemma", residual is not None)
         _forward[(inverse.numel(),)](
-            *tensors, features, eps, kind.offset, *flags, block, num_warps=warps
+            *tensors, features, kind.eps, kind.offset, *flags, block, num_warps=warps
         )
         return y, s, inverse
 
