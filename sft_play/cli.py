@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from sft_play import cli_use, stops
+from sft_play import cli_use
+from sft_play.commands import each_gpu
 from sft_play.commands import launched as launching
 from sft_play.commands import plan as planning
 from sft_play.commands import rows as reading
@@ -44,7 +45,6 @@ from sft_play.errors import (
 )
 from sft_play.masking import mask_secrets
 from sft_play.progress import drop_unwritten_output, guard_output, log_to_stderr, visible
-from sft_play.runs.answer_file import Place
 
 MAX_SHOWN = 10_000  # characters of an error, which may name what a file has
 app = typer.Typer(
@@ -345,9 +345,7 @@ def main(words: Sequence[str] | None = None, launched: Launched | None = None) -
 
 def main_of_process() -> None:
     """Run the command line of this process; one of several that train is a rank."""
-    place = Place.of_environment(loader.environment())
-    if place is not None:  # one of several that another process has started: it ends with that one
-        stops.end_with_parent(parent=place.parent)
+    each_gpu.end_with_command(loader.environment())
     if sys.argv[1:2] == ["train"] and launching.is_placed(loader.environment()):
         main_of_rank(sys.argv[2:])
     else:

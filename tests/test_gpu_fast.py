@@ -184,7 +184,7 @@ def test_kernels_of_the_residual_stream_compute_their_formulas(kind, features, d
     )
     for residual in (r, None):
         found, wanted = (
-            where.forward(x, residual, weight, 1e-6, kind) for where in (Launched, Reference)
+            where.forward(x, residual, weight, kind) for where in (Launched, Reference)
         )
         assert torch.equal(found[1], wanted[1])
         torch.testing.assert_close(found[0], wanted[0], **tolerance)

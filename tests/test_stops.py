@@ -242,7 +242,7 @@ def test_a_signal_while_rows_are_tokenized_ends_all_processes(tmp_path, number, 
         start_new_session=True,
     )
     (front_end,) = children_of(make, 1)
-    pool = children_of(front_end, 2)
+    pool = children_of(front_end, 3)  # two that tokenize, and the rank that waits for its folder
     victim = {"front end": front_end.pid, "make": make.pid, "group": -make.pid}[target]
     os.kill(victim, number)
     assert not psutil.wait_procs([front_end, *pool], timeout=SECONDS)[1]

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -185,6 +185,13 @@ def count_processes(call: Call, asked: LoadedConfig) -> int:
     if hardware.kind == "cpu":
         return wanted or 1
     return min(wanted or hardware.count, hardware.count)
+
+
+def end_with_command(environ: Mapping[str, str]) -> None:
+    """End this process with the command that started it, if that runs several."""
+    place = Place.of_environment(environ)
+    if place is not None:
+        stops.end_with_parent(parent=place.parent)
 
 
 def run_on_each(
