@@ -289,15 +289,18 @@ def test_another_setting_of_a_well_known_model_is_traced(setting, answers, tmp_p
     assert len(answers) == 1
 
 
+SHORT = [("allenai/OLMo-2-0425-1B", "lora"), ("allenai/OLMo-2-0425-1B", "float8")]
+
+
 @pytest.mark.parametrize(
     "name, word",
     [
-        ("allenai/OLMo-2-0425-1B", "lora"),
+        *SHORT,
         *(
             long(name, word)
             for name, traces in json.loads(counting.KNOWN_TRACES.read_text()).items()
             for word in traces
-            if (name, word) != ("allenai/OLMo-2-0425-1B", "lora")
+            if (name, word) not in SHORT
         ),
     ],
 )

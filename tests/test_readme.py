@@ -62,7 +62,7 @@ RUN = (
     "make watch",
     "make memory-check",
     "make gpu-info",
-    "make plan MODEL_NAME=Qwen/Qwen3-30B-A3B",
+    "make plan MODEL_NAME=Qwen/Qwen3-30B-A3B GPUS=1xH200",
     "make train-distributed DEVICE=cpu NUM_GPUS=2",
     "make convert-notebook NB=in.ipynb OUT=out.ipynb",
     "make slurm NNODES=2 GPUS=8xH100 CONFIG=medium OUT=job.sh",
