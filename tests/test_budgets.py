@@ -33,8 +33,8 @@ from sft_play.process import Process
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no room
 TOKENS = {
-    ".": 10_930,
-    "commands": 20_990,
+    ".": 10_910,
+    "commands": 21_030,
     "compat": 1_260,
     "config": 24_270,
     "data": 69_190,
@@ -49,7 +49,7 @@ TOKENS = {
     "training": 46_850,
 }
 FILES = 325
-FUNCTIONS = 3_940
+FUNCTIONS = 3_941
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 607
 CALLED_FUNCTIONS = 61

@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 def scale_output(monkeypatch: pytest.MonkeyPatch) -> None:
     right = mlp.lora_mlp
-    monkeypatch.setattr(mlp, "lora_mlp", lambda *args: 1.01 * right(*args))
+    monkeypatch.setattr(mlp, "lora_mlp", lambda *args, **named: 1.01 * right(*args, **named))
 
 
 def scale_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
