@@ -144,7 +144,7 @@ def _answer_rest(asked: FileCall, prompts: Sequence[Prompt], file: AnswerFile) -
     try:
         with counted("answering", len(prompts), "prompts", done) as advance:
             if count == 1:
-                _answer_share(asked, prompts, file, Place(0, 1, 0, 0), advance)
+                _answer_share(asked, prompts, file, Place(0, 1), advance)
             else:
                 watch = PartsWatch(file)
                 look = lambda: advance(watch.new_answers())  # noqa: E731

@@ -5,6 +5,7 @@ are not. Both are found by structure. This module imports no code of other packa
 """
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -219,14 +220,12 @@ def decoder_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 def replace_tensors(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer of a model. Tied ones stay tied."""
-    replaced: dict[Tensor, Tensor] = {}
+    replaced = functools.cache(replace)  # once for tied ones
     for module in model.modules():
         for owned in (module._parameters, module._buffers):
             for name, tensor in owned.items():
                 if tensor is not None:
-                    if tensor not in replaced:
-                        replaced[tensor] = replace(tensor)
-                    owned[name] = replaced[tensor]
+                    owned[name] = replaced(tensor)
 
 
 def _apart(

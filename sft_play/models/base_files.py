@@ -96,17 +96,18 @@ def stored_config(config: Config) -> PretrainedConfig:
 
     Raises: EnvironmentFault if it cannot be read.
     """
-    return grow_config(_config_of_files(config), growth_of_base(config))
+    stored = _config_of_files(config)
+    return grow_config(stored, growth_of_base(config, stored))
 
 
-def growth_of_base(config: Config) -> Growth | None:
-    """Return how the vocabulary of the base grows with model.add_tokens.
+def growth_of_base(config: Config, stored: PretrainedConfig | None = None) -> Growth | None:
+    """Return how the vocabulary of the base grows with model.add_tokens, None if it does not.
 
-    Return None if it already has a row for each added token.
+    `stored` is the config of the base's files, if it was read before.
     """
     if not config.model.add_tokens:
         return None
-    rows = _config_of_files(config).get_text_config().vocab_size
+    rows = (stored or _config_of_files(config)).get_text_config().vocab_size
     needed = max(load_tokenizer(config).convert_tokens_to_ids(config.model.add_tokens)) + 1
     return Growth(rows, needed) if needed > rows else None
 
@@ -153,13 +154,13 @@ def _ending(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def stored_format(config: Config) -> StoredAs | None:
+def stored_format(config: Config, stored: PretrainedConfig) -> StoredAs | None:
     """Return the quantization of the base's weight files, None for 16 or 32 bits."""
     try:
         headers = list(read_headers(sorted(set(tensor_files(config).values()))))
     except (SafetensorError, OSError, ValueError):  # loading the weights reports why
         headers = []
-    return stored_as(_config_of_files(config).to_dict(), headers)
+    return stored_as(stored.to_dict(), headers)
 
 
 def base_tensors(config: Config) -> Mapping[str, InFile | Stored | GrownTensor]:
@@ -168,7 +169,7 @@ def base_tensors(config: Config) -> Mapping[str, InFile | Stored | GrownTensor]:
     Embedding and head include the rows of model.add_tokens.
     """
     tensors = tensors_in(tensor_files(config))
-    found = stored_format(config)
+    found = stored_format(config, _config_of_files(config))
     if found is not None:
         tensors = as_plain(tensors, found.block, dtype=getattr(torch, found.dtype))
     return grow_tensors(tensors, growth_of_base(config))
@@ -195,7 +196,7 @@ def reading_stored(
 
 def plain_reading(config: Config) -> dict[str, Any] | None:
     """Return how a process without SFT-Play reads a base as unquantized, None if not needed."""
-    found = stored_format(config)
+    found = stored_format(config, _config_of_files(config))
     if found is None or found.way == "packed":
         return None
     return {"module": stored_weights.__file__, "block": found.block}

@@ -170,7 +170,7 @@ def load_base(
     stored = config_to_load(config)
     if stores_own_head(config, stored):
         stored.get_text_config().tie_word_embeddings = stored.tie_word_embeddings = False
-    found = stored_format(config)
+    found = stored_format(config, stored)
     options = {"config": stored, **attention_option(config)}
     options["dtype"] = dtype or weight_dtype(config, process.compute_dtype)
     if found is not None and dtype == "auto":

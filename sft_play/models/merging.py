@@ -33,6 +33,7 @@ from sft_play.models.base_files import (
     base_tensors,
     plain_dtype,
     restore_untrained,
+    stored_config,
     stored_format,
     write_config,
 )
@@ -156,9 +157,10 @@ def build_skeleton(merge: Merge) -> Skeleton:
     adapted = load_adapter(model, merge.adapter)
     refuse_missing(adapted, merge.adapter)
     changes, deltas = find_changes(adapted)
-    names = {module: f"{name}.weight" for name, module in plain_twin(model).named_modules()}
-    embedding = names[plain_twin(model).get_input_embeddings()]
-    head = names.get(plain_twin(model).get_output_embeddings())
+    twin = plain_twin(model)
+    names = {module: f"{name}.weight" for name, module in twin.named_modules()}
+    embedding = names[twin.get_input_embeddings()]
+    head = names.get(twin.get_output_embeddings())
     untied_head = None
     if is_tied and head in changes:
         if isinstance(model.get_output_embeddings(), LoraLayer):
@@ -289,8 +291,9 @@ def plain_twin(model: PreTrainedModel) -> PreTrainedModel:
     if twin is None:
         twin = vars(model)["plain_twin"] = empty_twin(model)
         conversions = get_model_conversion_mapping(twin, add_legacy=False)
-        kept = [entry for entry in conversions if not isinstance(entry, PrefixChange)]
-        twin._weight_conversions = kept
+        twin._weight_conversions = [
+            entry for entry in conversions if not isinstance(entry, PrefixChange)
+        ]
     return twin
 
 
@@ -312,7 +315,7 @@ def training_quantization(
 
     If the files of the base are in 4 bits, training used them as they are.
     """
-    found = stored_format(config)
+    found = stored_format(config, stored_config(config))
     if found is not None and found.way == "packed":
         return None
     if config.tuning.mode == "qlora":
@@ -330,7 +333,8 @@ def quantized_names(model: PreTrainedModel, merge: Merge) -> set[str]:
     """
     if isinstance(merge.quantization, BitsAndBytesConfig):
         names = packed_names(model, merge.quantization)
-        if keeps_mxfp4(merge.config, stored_format(merge.config)):
+        found = stored_format(merge.config, stored_config(merge.config))
+        if keeps_mxfp4(merge.config, found):
             names -= {weight.name for weight in expert_weights(empty_twin(model))}
         return names
     return {f"{name}.weight" for name in float8_candidates(empty_twin(model)).quantized}

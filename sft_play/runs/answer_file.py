@@ -155,8 +155,8 @@ class Place(NamedTuple):
 
     number: int
     of: int
-    port: int
-    parent: int  # its process id
+    port: int = 0  # 0 for the only one
+    parent: int = 0  # its process id
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str]) -> "Place | None":

@@ -227,9 +227,9 @@ def before_first_step(
     warning = loop.loss_watch.start(recorder.report.metrics["before"]["eval_loss"])
     if warning is not None and recorder.rank == 0:
         logger.warning("warning: %s", warning)
-    # last: a probe's steps do not count
     if not context.plan.layout.checkpointed_layers:  # a recomputed layer frees its copies
         copy_adapters_at_once(loop.engine.model, context.process.compute_dtype)
+    # last: a probe's steps do not count
     loop.graphs = graph_layers(loop.engine.model, context.config, context.plan, context.process)
     loop.expert_use = ExpertUse(loop.engine.model)
     loop.step_log.reset(loop.state.global_step)

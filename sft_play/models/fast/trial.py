@@ -306,8 +306,8 @@ def few_experts(module: nn.Module, call: Call) -> Part | None:
             few = take(name, parameter) if "lora_" in name else _few_of(parameter, chosen, count)
             memo[id(parameter)] = nn.Parameter(few, parameter.requires_grad)
     copied = copy_with(module, memo)
-    wrappers_of_copy, own = unwrap(copied)
-    for child in (*wrappers_of_copy, own):
+    wrappers_of_copy, experts_of_copy = unwrap(copied)
+    for child in (*wrappers_of_copy, experts_of_copy):
         if not isinstance(child, SharedParamWrapper):
             child.num_experts = PROVEN_EXPERTS
     return Part(

@@ -226,6 +226,7 @@ def quantizing_to_float8(device: torch.device) -> Iterator[None]:
         return layers.quantized.values()
 
     def quantize_layer(weight: nn.Parameter, parameter_name: str) -> None:
+        """Make the layer of a weight a float8 layer, or record why it stays plain."""
         name = parameter_name.removesuffix(".weight")
         if name not in layers.quantized:  # a bias
             return

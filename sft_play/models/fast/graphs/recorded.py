@@ -64,7 +64,7 @@ class DecoderCall(NamedTuple):
 
 
 def shape_of_recording(
-    input_ids: Tensor, documents: Documents | None, most_tokens: int | None = None
+    input_ids: Tensor, documents: Documents | None, most_tokens: int | None
 ) -> Shape:
     """Return the shape whose recording computes a call with input_ids (B, T).
 

@@ -24,7 +24,6 @@ from peft.tuners.lora.bnb import Linear4bit as PeftLinear4bit
 from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor
 
 from sft_play.models.architecture import decoder_of
 from sft_play.models.delivered import DeliveredLinear
@@ -43,6 +42,7 @@ from sft_play.models.fast.setup import (
 )
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
+from sft_play.models.sharding import is_divided
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -300,8 +300,7 @@ def copy_adapters_at_once(model: nn.Module, dtype: torch.dtype) -> None:
     decoder = decoder_of(base_model_of(model))
     groups = [group for group in groups_of(decoder) if all(map(is_complete, group.modules))]
     forget_changed(groups)
-    bound = [linears for linears in (group.bind() for group in groups) if linears]
-    bound = [linears for linears in bound if linears.adapters]
+    bound = [linears for group in groups if (linears := group.bind()) and linears.adapters]
     forms = {(each.device, each.dtype) for linears in bound for each in linears.parameters}
     if len(forms) == 1 and forms.pop()[1] == torch.float32 != dtype:
         decoder.register_forward_pre_hook(AdapterCopies(bound, dtype))
@@ -309,5 +308,4 @@ def copy_adapters_at_once(model: nn.Module, dtype: torch.dtype) -> None:
 
 def is_complete(module: nn.Module) -> bool:
     """Return whether no rank shards the weights of a module."""
-    weights = module.parameters()
-    return not any(isinstance(weight, DTensor) or is_partitioned(weight) for weight in weights)
+    return not (is_divided(module) or any(map(is_partitioned, module.parameters())))
