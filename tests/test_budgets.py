@@ -1,6 +1,7 @@
-"""How large the library may be, room by room, and how much Python a training step may run.
+"""How large the library may be, package by package, and how much Python a training step may run.
 
-Each number may only fall. A feature that needs more says so in the commit that raises it.
+Each package has 1 % of slack over its size of 2026-11-28, so that a fix need not be squeezed. A
+feature that needs more says so in the commit that raises a number.
 """
 
 import ast
@@ -31,25 +32,25 @@ from sft_play.models.fast.loss.head import fused_nll
 from sft_play.process import Process
 
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
-# Python tokens without comments and docstrings; "." is what lies in no room
+# Python tokens without comments and docstrings; "." is what lies in no package
 TOKENS = {
-    ".": 10_910,
-    "commands": 21_030,
-    "compat": 1_260,
-    "config": 24_270,
-    "data": 69_190,
-    "evaluation": 13_050,
-    "inference": 18_630,
-    "models": 104_930,
-    "monitor": 7_850,
-    "notebooks": 13_580,
-    "plan": 48_730,
-    "reporting": 10_680,
-    "runs": 14_980,
-    "training": 46_850,
+    ".": 11_020,
+    "commands": 21_250,
+    "compat": 1_280,
+    "config": 24_520,
+    "data": 69_890,
+    "evaluation": 13_190,
+    "inference": 18_820,
+    "models": 105_980,
+    "monitor": 7_930,
+    "notebooks": 13_720,
+    "plan": 49_220,
+    "reporting": 10_790,
+    "runs": 15_130,
+    "training": 47_320,
 }
-FILES = 325
-FUNCTIONS = 3_941
+FILES = 328
+FUNCTIONS = 3_980
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 607
 CALLED_FUNCTIONS = 61
@@ -91,7 +92,7 @@ def test_tokens_are_counted_without_comments_and_docstrings() -> None:
     assert token_count(text, ast.parse(text)) == 3
 
 
-def test_each_room_keeps_its_budget_and_the_library_has_few_files_and_functions() -> None:
+def test_each_package_keeps_its_budget_and_the_library_has_few_files_and_functions() -> None:
     found: Counter[str] = Counter()
     functions = 0
     for path, text in sources().items():
