@@ -225,7 +225,7 @@ def preview(
     called = read_call(config, set_)
     loaded = load_config(called)
     planned = plan_run(called, loaded)
-    typer.echo(reading.preview(planned, loaded.source, rows, page, no_color))
+    typer.echo(reading.preview(planned, loaded.source, rows, page, no_color, called.overwrites))
 
 
 @app.command("setup-accelerate")

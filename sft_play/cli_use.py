@@ -109,4 +109,6 @@ def check_server() -> None:
 @app.command()
 def push() -> None:
     """Upload a run's export to the hub (REPO), private unless PUBLIC=1."""
-    echo_lines(exports.push(read_call()))
+    from sft_play.commands.push import push as push_export
+
+    echo_lines(push_export(read_call()))

@@ -368,34 +368,6 @@ def test_a_push_without_a_network_is_an_error_in_words(finished, exported, tmp_p
     assert "REPO=a/b: the hub cannot be reached" in done.stderr
 
 
-def test_a_signature_is_of_all_files_and_of_no_others(tmp_path):
-    signing = pytest.importorskip("model_signing", reason="pip install model-signing pyOpenSSL")
-    for words in (
-        "ecparam -name prime256v1 -genkey -noout -out key",
-        "ec -in key -pubout -out public",
-    ):
-        subprocess.run(["openssl", *words.split()], cwd=tmp_path, check=True, capture_output=True)
-    folder = tmp_path / "export"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"weights")
-    signature = tmp_path / "model.sig"
-    signature.write_bytes(export_commands.sign(folder, str(tmp_path / "key")))
-    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
-    verifier = signing.verifying.Config().use_elliptic_key_verifier(public_key=tmp_path / "public")
-    verifier.verify(folder, signature)
-    (folder / "model.safetensors").write_bytes(b"weighty")
-    with pytest.raises(ValueError, match="mismatch"):
-        verifier.verify(folder, signature)
-    with pytest.raises(ConfigError, match=r"SIGN=.*config: this key cannot sign \("):
-        export_commands.sign(folder, str(tmp_path / "config"))
-
-
-def test_a_key_needs_the_package_that_signs(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_commands.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentFault, match=r"SIGN=1 needs model_signing, OpenSSL.*pip install"):
-        export_commands.sign(tmp_path, "1")
-
-
 def test_a_damaged_export_is_not_pushed(copied):
     path = copied.path / "export" / "safetensors" / "config.json"
     path.write_text(path.read_text() + " ")

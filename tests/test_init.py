@@ -106,7 +106,7 @@ def test_init_refuses_to_overwrite_and_to_guess(call) -> None:
     rows = written(GSM8K)
     given = {"MODEL_NAME": str(TINY), "DATA_TRAIN_PATH": rows}
     Path("config.yaml").write_text("mine")
-    with pytest.raises(ConfigError, match=r"OUT=config\.yaml is there already"):
+    with pytest.raises(ConfigError, match=r"OUT=config\.yaml exists; OUT=config-2\.yaml is free"):
         init(call(**given))
     assert Path("config.yaml").read_text() == "mine"
     with pytest.raises(ConfigError, match=r"add MODEL_NAME=\.\.\."):

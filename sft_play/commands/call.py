@@ -1,6 +1,7 @@
 """A command's variables and options, and the resulting config and plan. Loads no torch."""
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.resolve import resolve
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.earlier_adapter import SETTING, refuse_other_base, settings_of_adapter
-from sft_play.runs.files import write_text
+from sft_play.runs.files import free_name, write_text
 from sft_play.runs.resumed import settings_of_run
 
 FIRST_MACHINE = "the-first-machine"  # used if nothing is launched
@@ -33,6 +34,11 @@ class Call:
     invocation: invocations.Invocation
     environ: Mapping[str, str]
     overrides: tuple[str, ...]
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether OVERWRITE=1 allows the command to replace the file in OUT."""
+        return self.words.text("OVERWRITE") == "1"
 
     @property
     def output_dir(self) -> Path:
@@ -170,16 +176,19 @@ def as_text(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
 
 
-def write_out(path: Path, text: str, option: str = "OUT=", may_replace: bool = True) -> None:
-    """Write the requested output of a command.
+def refuse_taken(path: Path, replaces: bool, option: str = "OUT=") -> None:
+    """Raise ConfigError for a path at which something is that a command must not replace."""
+    if os.path.lexists(path) and (path.is_dir() or not replaces):
+        free = f"{option}{path} exists; {option}{free_name(path)} is free"
+        raise ConfigError(free if path.is_dir() else f"{free}, and OVERWRITE=1 replaces the file")
 
-    Raises: ConfigError if it exists and must not be replaced; EnvironmentFault if it cannot be
-    written.
+
+def write_out(path: Path, text: str, replaces: bool, option: str = "OUT=") -> None:
+    """Write the requested output of a command; it `replaces` a file if that may be lost.
+
+    Raises: ConfigError if something is there; EnvironmentFault if it cannot be written.
     """
-    if path.exists() and not may_replace:
-        raise ConfigError(
-            f"{option}{path} exists; write another name, or OVERWRITE=1 to replace it"
-        )
+    refuse_taken(path, replaces, option)
     try:
         write_text(path, text)
     except OSError as error:

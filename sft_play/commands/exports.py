@@ -1,8 +1,6 @@
-"""`make export`, `make serve` and `make push`: read their variables. Loads no torch.
+"""`make export` and `make serve`: read their variables. Loads no torch.
 
-A server listens on the loopback interface, unless BIND names another. The token of a push is that
-of `hf auth login`, or HF_TOKEN of the environment. It is never read from a command line, which
-other users of the machine can see.
+A server listens on the loopback interface, unless BIND names another.
 """
 
 import importlib.util
@@ -11,7 +9,6 @@ import shlex
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +18,9 @@ from sft_play.commands.call import Call
 from sft_play.config.invocation import PORTS
 from sft_play.config.messages import refuse
 from sft_play.config.schema import ModelSection
-from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
+from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.launch import Launch, execute
-from sft_play.runs import exports, seal
+from sft_play.runs import exports
 from sft_play.runs.exports import (
     ADAPTERS,
     COMPRESSED,
@@ -48,8 +45,6 @@ PORT = 8000
 SERVED = ("safetensors", "gguf", *COMPRESSED)
 CHECKED = ("safetensors", "gguf", *ADAPTERS)  # whose answers are those of the evaluated model
 NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
-NEEDED_TO_SIGN = ("model_signing", "OpenSSL")
-SIGNATURE = "model.sig"
 NEEDED_FOR_GGUF = "llama_cpp fastapi uvicorn sse_starlette starlette_context".split()
 
 
@@ -200,81 +195,3 @@ def require(packages: Sequence[str], to_install: str, by: str = "the server") ->
             f"{by} needs {', '.join(missing)}, which are not installed; type "
             f"{sys.executable} -m pip install {to_install}"
         )
-
-
-def push(call: Call) -> list[str]:
-    """Upload an export to the hub, private unless PUBLIC=1; when repeated, it resumes.
-
-    With SIGN its signature is uploaded with it, as model.sig.
-
-    Raises: ConfigError, CheckpointError for a damaged folder, EnvironmentFault.
-    """
-    import httpx
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError
-
-    from sft_play.reporting.model_card import HUB_ID
-
-    run = use.chosen_run(call)
-    folder = chosen_export(call, run)
-    words = call.words
-    repo = words.text("REPO")
-    is_public = words.choice("PUBLIC", ("0", "1")) == "1"
-    if repo is None:
-        words.problems.append("REPO: write the repository on the hub, such as REPO=name/model")
-    elif not HUB_ID.fullmatch(repo):
-        words.problems.append(f"REPO={repo}: write owner/name, such as REPO=name/model")
-    refuse(words.problems)
-    with use.used_alone(run):
-        damage = seal.find_damage(folder)
-        if damage is not None:
-            raise CheckpointError(f"{folder}: {damage}; make export writes it again")
-        if get_token() is None:
-            raise EnvironmentFault(f"REPO={repo}: no token of the hub; type hf auth login")
-        api = HfApi()
-        key = words.text("SIGN")
-        signature = None if key is None else sign(folder, key)
-        try:
-            found = api.create_repo(repo, private=not is_public, exist_ok=True)
-            if not is_public and not api.repo_info(repo).private:
-                raise ConfigError(f"REPO={repo} is public; type PUBLIC=1 if that is intended")
-            message = f"{folder.name} of run {folder.parent.parent.name}"
-            done = api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
-            if signature is not None:
-                done = api.upload_file(
-                    repo_id=repo, path_or_fileobj=signature, path_in_repo=SIGNATURE
-                )
-        except HfHubHTTPError as error:
-            raise EnvironmentFault(f"REPO={repo}: the hub refuses ({first_line(error)})") from None
-        except (ConnectionError, TimeoutError, httpx.HTTPError) as error:
-            raise EnvironmentFault(
-                f"REPO={repo}: the hub cannot be reached ({first_line(error)}); the same command "
-                "resumes the upload"
-            ) from None
-    kind = "public" if is_public else "private"
-    return [f"pushed {folder} to {found} ({kind}, commit {done.oid[:12]})"]
-
-
-def sign(folder: Path, key: str) -> bytes:
-    """Return OpenSSF's signature of all files of a folder, by a key's file or, for 1, by sigstore.
-
-    Raises: ConfigError for a key that cannot be used; EnvironmentFault without model-signing.
-    """
-    require(NEEDED_TO_SIGN, "model-signing pyOpenSSL", f"SIGN={key}")
-    from model_signing.signing import Config
-
-    with tempfile.TemporaryDirectory() as temporary:
-        signature = Path(temporary) / SIGNATURE
-        try:
-            if key == "1":
-                signer = Config().use_sigstore_signer()
-            else:
-                signer = Config().use_elliptic_key_signer(private_key=key)
-            signer.sign(folder, signature)
-        except (OSError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"SIGN={key}: this key cannot sign ({first_line(error)}). Write 1 for sigstore, or "
-                "the file of an elliptic key: "
-                "openssl ecparam -name prime256v1 -genkey -noout -out key.pem"
-            ) from None
-        return signature.read_bytes()

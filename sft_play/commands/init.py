@@ -3,13 +3,12 @@
 Loads no torch, unless a tokenizer must be fetched.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from sft_play.commands.call import Call, look, write_out
+from sft_play.commands.call import Call, look, refuse_taken, write_out
 from sft_play.config import foreign, loader
 from sft_play.config.loader import CHOSEN, LoadedConfig
 from sft_play.config.present import Line, commented_yaml
@@ -45,10 +44,9 @@ def init(call: Call) -> list[str]:
     from sft_play.data.row_facts import check_first_rows
 
     path = Path(call.environ.get("OUT") or "config.yaml")
-    if os.path.lexists(path):
-        raise ConfigError(f"OUT={path} is there already; name another file, or move it away")
+    refuse_taken(path, call.overwrites)
     if call.environ.get("FROM"):
-        return _translated(path, call.environ["FROM"])
+        return _translated(path, call)
     loaded = loader.load(str(loader.BASE), call.environ, call.overrides)
     missing = [f"{env_name(name)}=..." for name in NEEDED if not loaded.is_set(name)]
     if missing:
@@ -68,12 +66,13 @@ def init(call: Call) -> list[str]:
         "run is planned. docs/configuration.md lists all settings.",
     ]
     text = commented_yaml(header, _lines(fit, facts))
-    write_out(path, text)
+    write_out(path, text, call.overwrites)
     return _told(path, fit)
 
 
-def _translated(path: Path, source: str) -> list[str]:
+def _translated(path: Path, call: Call) -> list[str]:
     """Translate the config or command line of another program; return the lines to print."""
+    source = call.environ["FROM"]
     said = foreign.translate(source)
     header = [
         f"Written by make init from {' '.join(source.split())}.",
@@ -82,7 +81,7 @@ def _translated(path: Path, source: str) -> list[str]:
     text = commented_yaml(header, said.lines)
     if said.left:
         text += "\n# What no setting here takes:\n" + "".join(f"# {line}\n" for line in said.left)
-    write_out(path, text)
+    write_out(path, text, call.overwrites)
     told = [f"wrote {path}: {len(said.lines)} settings"]
     told += [f"left out: {line}" for line in said.left]
     try:

@@ -44,7 +44,7 @@ def convert_notebook(call: Call) -> list[str]:
     if out is None:
         end = [f"nothing was written: {FORMS}"]
     else:
-        write_out(out, text, may_replace=call.words.text("OVERWRITE") == "1")
+        write_out(out, text, call.overwrites)
     return [_title(document), *report, *end]
 
 

@@ -8,12 +8,18 @@ from sft_play.plan.run_plan import PlannedRun
 
 
 def preview(
-    planned: PlannedRun, source: Path, first: int, page: str | None, no_color: bool
+    planned: PlannedRun,
+    source: Path,
+    first: int,
+    page: str | None,
+    no_color: bool,
+    overwrites: bool = False,
 ) -> Path:
     """Print some training samples as the model sees them, write a page, and return its path.
 
     `source` is the config file; the `first` samples are among those shown.
-    Raises: EnvironmentFault when the page cannot be written.
+    Raises: ConfigError for a page that exists, unless it `overwrites`; EnvironmentFault when the
+    page cannot be written.
     """
     from sft_play.data.pipeline import packed_run, prepare_run_data
     from sft_play.data.preview import first_packed_sequence, preview_sequences, print_sequences
@@ -36,7 +42,9 @@ def preview(
         "train_on": config.data.train_on,
         "packing": "on" if planned.plan.packing else "off",
     }
-    write_out(path, render_page(facts, data.ledger, sequences), "--page ")
+    write_out(
+        path, render_page(facts, data.ledger, sequences), overwrites or page is None, "--page "
+    )
     return path
 
 

@@ -44,8 +44,9 @@ def compare(call: Call, names: Iterable[str], out: str | None, as_json: bool) ->
     comparison = comparing.compare(folders)
     joined = "-".join(folder.name for folder in folders)
     default = call.output_dir / f"compare-{joined[:LONGEST_NAME]}.html"
-    path = Path(out or call.environ.get("OUT") or default)
-    write_out(path, comparing.comparison_page(comparison))
+    named = out or call.environ.get("OUT")
+    path = Path(named or default)
+    write_out(path, comparing.comparison_page(comparison), call.overwrites or not named)
     if as_json:
         return as_text({**comparing.comparison_json(comparison), "page": str(path)})
     lines = comparing.comparison_lines(comparison)

@@ -159,7 +159,7 @@ def slurm(call: Call) -> str:
     if not call.environ.get("OUT"):
         return text.rstrip("\n")
     path = Path(call.environ["OUT"])
-    write_out(path, text)
+    write_out(path, text, call.overwrites)
     job.output_dir.mkdir(parents=True, exist_ok=True)  # Slurm does not create it for its log
     return (
         f"wrote {path}: {job.nodes} x {job.per_node} processes for {job.limit} "

@@ -47,18 +47,19 @@ train-deepspeed-tb: run DEEPSPEED_CONFIG TB_PORT
 sweep: run OVER
 config: look
 plan: look EXACT
-data-check preview: look
-slurm: look OUT
+data-check: look
+preview: look OVERWRITE
+slurm: look OUT OVERWRITE
 install: install TRANSFORMERS
 setup-accelerate: run GPUS
 memory-check runs: outputs
 doctor: outputs NUM_GPUS
-init: settings machine GPUS OUT FROM
+init: settings machine GPUS OUT FROM OVERWRITE
 convert-notebook: NB OUT DATA OVERWRITE
 check-notebook: NB
 tensorboard tb-stop: outputs TB_PORT
 watch report: outputs RUN
-compare: outputs RUNS OUT
+compare: outputs RUNS OUT OVERWRITE
 eval: scores
 infer: drawn PROMPT IMAGE IN OUT NUM_GPUS DATA_COLUMNS
 chat: drawn COMPARE

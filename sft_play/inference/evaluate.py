@@ -238,10 +238,12 @@ def with_answer_limit(config: Config, rows: Split) -> Config:
 
 
 def _free_name(folder: RunFolder, stem: str, path: Any) -> str:
-    """Return the name of a file's scores: its name, unless another file's scores have that."""
+    """Return the name of a file's scores: its name, unless something else in eval/ has that."""
     for number in count(1):
         name = stem if number == 1 else f"{stem}-{number}"
         scores = folder.evaluation / f"{name}.json"
-        is_free = not scores.exists() or read_json(scores).get("test_path") == path
+        is_free = not scores.with_suffix(".jsonl").exists()  # these may be the rows themselves
+        if scores.exists():
+            is_free = read_json(scores).get("test_path") == path
         if name not in TAKEN_NAMES and is_free:
             return name

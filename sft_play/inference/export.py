@@ -8,13 +8,7 @@ from sft_play.errors import ConfigError
 from sft_play.evaluation.reopened import folder_of_run
 from sft_play.inference.export_gguf import write_gguf
 from sft_play.inference.exported import Export, Written, complete, link_files, write_plain_model
-from sft_play.inference.merge import (
-    FILES,
-    not_scored,
-    refuse_other_adapter,
-    staged,
-    what_vllm_does_not_serve,
-)
+from sft_play.inference.merge import not_scored, refuse_other_adapter, what_vllm_does_not_serve
 from sft_play.models.export import complete_tokenizer
 from sft_play.models.listed_experts import list_experts
 from sft_play.plan.ranks import precision
@@ -23,16 +17,19 @@ from sft_play.reporting.base_facts import CAUSAL, BaseFacts
 from sft_play.runs.exports import ADAPTERS, COMPRESSED, ExportAsked
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.publishing import FILES, Target
 
 
 def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
     """Export a run as `asked`; return the lines to print.
 
-    Raises: ConfigError for a run that cannot be exported this way; CheckpointError for files that
-    differ from the evaluated model; EnvironmentFault without llama.cpp or llm-compressor.
+    Raises: ConfigError for a run that cannot be exported this way, and for a target with anything
+    but an earlier export of this format; CheckpointError for files that differ from the evaluated
+    model; EnvironmentFault without llama.cpp or llm-compressor.
     """
-    export = Export.of(folder, asked)
-    with staged(export.target) as work:
+    target = Target(asked.target(folder), f"export {asked.format}", asked.out is not None)
+    with target.staged() as work:
+        export = Export.of(folder, asked)
         written = write_files(export, work / FILES, work / "model")
         complete(export, work / FILES, device, written.scores)
     lines = written.lines + written.scores

@@ -35,7 +35,7 @@ from sft_play.inference.load import (
     tokenizer_of,
     without_rounding,
 )
-from sft_play.inference.merge import merge_run, merged_folder
+from sft_play.inference.merge import MERGED, merge_run, merged_folder
 from sft_play.models.export import saved_stops, write_for_older_readers
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
@@ -119,7 +119,7 @@ def write_plain_model(export: Export, staging: Path) -> tuple[list[str], Reopene
     source, dtype = export.weights, export.asked.dtype
     lines: list[str] = []
     if export.config.tuning.mode != "full":
-        source = export.run.path / "merged"
+        source = export.run.path / MERGED
         if not is_current_merge(source, export.weights, dtype):
             lines = merge_run(export.run, dtype)
     elif dtype is not None:

@@ -47,13 +47,13 @@ from sft_play.process import DTYPES
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import stamp
-from sft_play.runs.checkpoints import publish
 from sft_play.runs.files import read_json, share, write_json, write_text
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.publishing import FILES, Target
 
 logger = logging.getLogger(__name__)
 
-FILES = "files"  # the part of a working folder that is published
+MERGED = "merged"  # the folder of a merge, in a run's folder
 REPORT = "merge_report.json"
 EARLIER_REPORT = "merge_report.earlier.json"  # of merged/, after a later merge was refused
 IN_MEMORY_BYTES = 4e9  # a larger merged model is scored from disk if no GPU has enough memory
@@ -101,10 +101,11 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
     incomplete, changed or from another run, and for a merge beyond the bound.
     """
     candidates: list[Candidate] = []
-    target = folder.path / "merged"
+    target = Target(folder.path / MERGED, MERGED)
     refusal: Refusal | None = None
+    target.refuse_other_contents()
     try:
-        with disk_errors_in_words(), memory_errors_in_words(), staged(target) as work:
+        with disk_errors_in_words(), memory_errors_in_words(), target.staged() as work:
             for candidate in measured_candidates(folder, dtype, work):
                 candidates.append(candidate)
             best = min(candidates, key=lambda candidate: candidate.found.kl)
@@ -125,7 +126,7 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
     write_report(folder, candidates, best.base, Refusal())
     (folder.path / EARLIER_REPORT).unlink(missing_ok=True)
     lines = [each.line(best) for each in candidates if len(candidates) > 1]
-    return [*lines, best.found.line("merged"), f"merged {target} ({best.way})"]
+    return [*lines, best.found.line("merged"), f"merged {target.path} ({best.way})"]
 
 
 def measured_candidates(folder: RunFolder, dtype: str | None, work: Path) -> Iterator[Candidate]:
@@ -266,7 +267,7 @@ def describe(folder: RunFolder, merge: Merge, model: PreTrainedModel, target: Pa
         model.generation_config = GenerationConfig.from_pretrained(merge.adapter)
     write_stops(target, stops, tokenizer, model)
     copy_processors(merge.config, target)
-    published = folder.path / "merged"
+    published = folder.path / MERGED
     facts = RunFacts.read(folder)
     card = card_text(facts, merge.config, saved_stops(stops, tokenizer), published)
     write_text(target / "README.md", card)
@@ -304,22 +305,6 @@ def refuse_full_disk(config: Config, path: Path) -> None:
         )
 
 
-@contextlib.contextmanager
-def staged(target: Path) -> Iterator[Path]:
-    """Yield a working folder; its FILES are sealed and replace `target` if nothing was raised.
-
-    An older `target` is removed once the new one exists.
-    """
-    work = target.with_name(f".{target.name}-staging")
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    try:
-        yield work
-        publish(work / FILES, target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
 def write_refusal(folder: RunFolder, candidates: list[Candidate], refusal: Refusal) -> None:
     """Write why a merge is refused; keep the report of the merge in merged/, too."""
     path, earlier = folder.path / REPORT, folder.path / EARLIER_REPORT
@@ -330,7 +315,7 @@ def write_refusal(folder: RunFolder, candidates: list[Candidate], refusal: Refus
         write_report(folder, candidates, None, refusal)
     except OSError as error:  # it must not hide why the merge is refused
         logger.warning("%s cannot be written: %s", path, error.strerror)
-    published = folder.path / "merged"
+    published = folder.path / MERGED
     if earlier.is_file() and published.is_dir():
         logger.warning(
             "%s is still that of an earlier merge, whose report is %s", published, EARLIER_REPORT

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.runs.files import Json, json_line, read_json, write_json, write_text
+from sft_play.runs.files import Json, free_name, json_line, read_json, write_json, write_text
 
 LOCK = "lock"  # in the folder of parts
 NUMBER = "number"  # of a prompt in its file, from 0: only in parts
@@ -45,7 +45,13 @@ class AnswerFile:
         Raises: ConfigError if the file contains answers to something else.
         """
         if self.asked.is_file():
-            before = read_json(self.asked)
+            try:
+                before = dict(read_json(self.asked))
+            except (ValueError, TypeError):
+                raise ConfigError(
+                    f"OUT={self.path}: {self.asked} is there, which no call wrote; "
+                    f"OUT={free_name(self.path)} is free"
+                ) from None
             different = sorted(name for name in asked if before.get(name) != asked[name])
             if different:
                 shown = ", ".join(f"{name}={before.get(name)}" for name in different)
@@ -55,7 +61,8 @@ class AnswerFile:
                     f"rm -r {self.path}* {self.asked}"
                 )
         elif self.path.exists():
-            raise ConfigError(f"OUT={self.path}: a file of this name is there; name another")
+            free = free_name(self.path)
+            raise ConfigError(f"OUT={self.path}: a file of this name is there; OUT={free} is free")
         self.parts.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.asked, dict(asked))
 

@@ -46,9 +46,9 @@ def has_checkpoint(path: Path) -> bool:
     return any(map(seal.is_sealed, listing(folder_of(path))))
 
 
-def publish(staged: Path, target: Path) -> None:
+def publish(staged: Path, target: Path, kind: str | None = None) -> None:
     """Seal a staged folder and give it its name, in place of an older folder of that name."""
-    seal.seal(staged)
+    seal.seal(staged, kind)
     if target.exists():
         older = staged.with_name(f"{staged.name}.older")
         shutil.rmtree(older, ignore_errors=True)

@@ -9,6 +9,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ def entries(folder: Path) -> list[Path]:
         return sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def free_name(path: Path) -> Path:
+    """Return a name next to `path` that nothing has."""
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -122,6 +123,37 @@ def used_alone(folder: Path) -> Iterator[None]:
                 "again when that has ended."
             )
         yield
+
+
+@contextlib.contextmanager
+def working_folder(path: Path, of: Path) -> Iterator[None]:
+    """Make an empty folder to write `of` in, and lock it; it is removed at the end.
+
+    What a killed command has left in it is removed first.
+    Raises: EnvironmentFault while another command has it.
+    """
+    for _ in range(ATTEMPTS):
+        path.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            has_lock = _lock(descriptor, fcntl.LOCK_EX)
+            if has_lock is False or (has_lock is None and any(path.iterdir())):
+                advice = "type the same again when that has ended, or name another OUT="
+                if has_lock is None:  # nobody can tell
+                    advice += f". If no other command does: rm -r {path}"
+                raise EnvironmentFault(f"{of}: another command writes it now; {advice}")
+            if not path.exists() or not os.path.samestat(os.fstat(descriptor), path.stat()):
+                continue  # that of a command which has just ended
+            try:
+                for leftover in path.iterdir():
+                    shutil.rmtree(leftover)
+                yield
+            finally:
+                shutil.rmtree(path, ignore_errors=True)
+            return
+        finally:
+            os.close(descriptor)
+    raise EnvironmentFault(f"{of}: other commands write it now; type the same again")
 
 
 def is_alive(folder: Path) -> bool:

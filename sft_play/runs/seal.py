@@ -12,7 +12,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 from pathlib import Path
@@ -63,7 +63,29 @@ class Entry(NamedTuple):
         }
 
 
-def seal(folder: Path) -> None:
+class Manifest(NamedTuple):
+    """What a manifest says: its files by name, and what wrote them."""
+
+    entries: dict[str, Entry]
+    kind: str | None  # None: a checkpoint, or weights of a run
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Return the manifest of a folder. Raises: OSError, ValueError, KeyError, TypeError."""
+        text = (folder / NAME).read_bytes().decode()
+        found = json.loads(text)
+        files, kind = found["files"], found.get("kind")
+        if text != _manifest_text(files, kind):
+            raise ValueError("it is not as it was written")
+        return cls({name: _entry(facts) for name, facts in files.items()}, kind)
+
+    def without(self, names: Collection[str]) -> str:
+        """Return the text of the manifest without some of the files."""
+        kept = {name: entry for name, entry in self.entries.items() if name not in names}
+        return _manifest_text({name: entry.facts() for name, entry in kept.items()}, self.kind)
+
+
+def seal(folder: Path, kind: str | None = None) -> None:
     """Bring a folder's files to the disk and write its manifest, last. Raises OSError."""
     paths = sorted(_files(folder))
     with ThreadPoolExecutor(1) as syncing:
@@ -74,7 +96,7 @@ def seal(folder: Path) -> None:
         path.relative_to(folder).as_posix(): entry.facts()
         for path, entry in zip(paths, entries, strict=True)
     }
-    write_text(folder / NAME, _manifest_text(files))
+    write_text(folder / NAME, _manifest_text(files, kind))
     inner = [path for path in folder.rglob("*") if path.is_dir()]
     for path in [*inner, folder]:
         sync(path)
@@ -107,11 +129,7 @@ def find_difference(folder: Path, reads_all: bool = True, allows_more: bool = Fa
     if not is_sealed(folder):
         return f"{NAME} is missing"
     try:
-        text = (folder / NAME).read_bytes().decode()
-        files = json.loads(text)["files"]
-        if text != _manifest_text(files):
-            raise ValueError("it is not as it was written")
-        entries = {name: _entry(facts) for name, facts in files.items()}
+        entries = Manifest.read(folder).entries
         found = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
         for name in sorted(entries):
             if name not in found:
@@ -211,9 +229,10 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _manifest_text(files: Mapping[str, Mapping[str, Any]]) -> str:
+def _manifest_text(files: Mapping[str, Mapping[str, Any]], kind: str | None) -> str:
     digest = hashlib.sha256(as_text(files).encode()).hexdigest()
-    return as_text({"files": files, "sha256_of_files": digest})
+    facts = {"files": files, "sha256_of_files": digest}
+    return as_text(facts if kind is None else {**facts, "kind": kind})
 
 
 def _entry(facts: Mapping[str, Any]) -> Entry:
