@@ -96,7 +96,7 @@ def run_folder(
     after: str | None = None,
     overrides: tuple[str, ...] = ("train.learning_rate=0.001",),
 ) -> RunFolder:
-    """Return a folder with run.json, settings and answers; half of the rows improved by default."""
+    """Return a folder with run.json, settings, losses and answers; half of the rows improved by default."""
     folder = RunFolder(path)
     loaded = loader.load(None, {}, overrides)
     folder.write_config(Config.model_validate(loaded.config.model_dump()))
@@ -109,6 +109,10 @@ def run_folder(
         after = answer_lines([0.5, 1.0] * (ROWS // 2))
     write_text(folder.evaluation / "before.jsonl", before)
     write_text(folder.evaluation / "after.jsonl", after)
+    for when in ("before", "after"):
+        if "eval_loss" in report.scores(when):
+            losses = [10 * report.scores(when)["eval_loss"]] * ROWS
+            write_text(folder.evaluation / f"{when}.losses.jsonl", loss_lines(losses))
     return folder
 
 

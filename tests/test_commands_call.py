@@ -13,7 +13,6 @@ from sft_play.inference.evaluate import _free_name
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 
-
 NOTEBOOK = Path(__file__).parent / "notebooks" / "plain.ipynb"
 
 

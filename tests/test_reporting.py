@@ -20,6 +20,7 @@ from sft_play.reporting import bootstrap, charts
 from sft_play.reporting.answers import ROWS_SHOWN, TEXT_LENGTH
 from sft_play.reporting.page import report_page, write_report, write_report_or_warn
 from sft_play.reporting.run_facts import RunFacts
+from sft_play.reporting.verdict import Score
 from sft_play.runs.files import read_json, write_text
 from sft_play.runs.report import Check, LengthHistogram, LoggedStep, RunReport
 
@@ -35,8 +36,8 @@ def page_of(folder) -> Page:
 
 def test_the_page_has_verdict_scores_rows_checks_and_the_command_that_repeats_the_run(tmp_path):
     words = page_of(run_folder(tmp_path / "run")).words
-    assert "Done: better on the test rows" in words
-    assert "loss fell from 3.500 to 0.500: better." in words
+    assert "Done: better on the held-out rows" in words
+    assert "loss fell from 3.500 to 0.500, by -3.000 (95 % interval" in words
     assert "ROUGE-L rose from 0.250 to 0.750, by +0.500 (95 % interval" in words
     assert "Answers that changed most 0.250 → 1.000 (+0.750) rows.jsonl:2" in words
     assert "The two that improved most and the one that worsened most" in words
@@ -114,10 +115,10 @@ def test_the_page_stays_small_however_long_the_answers_and_the_run_are(tmp_path)
 @pytest.mark.parametrize(
     ("after", "rouge", "headline", "tone"),
     [
-        (0.5, [0.25, 1.0], "Done: better on the test rows", "good"),
-        (4.5, [0.0, 0.1], "Done, but worse on the test rows", "bad"),
-        (0.5, [0.0, 0.5], "better on the test rows by loss, by no other score", "open"),
-        (0.5, [0.0, 0.1], "the scores of the test rows do not agree", "open"),
+        (0.5, [0.25, 1.0], "Done: better on the held-out rows", "good"),
+        (4.5, [0.0, 0.1], "Done, but worse on the held-out rows", "bad"),
+        (0.5, [0.0, 0.5], "better on the held-out rows by loss, by no other score", "open"),
+        (0.5, [0.0, 0.1], "the scores of the held-out rows do not agree", "open"),
         (3.5, [0.0, 0.5], "Done: no clear difference", "open"),
     ],
 )
@@ -133,6 +134,36 @@ def test_a_run_is_called_better_only_where_its_scores_are(tmp_path, after, rouge
     verdict = RunFacts.read(folder).verdict
     assert headline in verdict.headline
     assert verdict.tone == tone
+
+
+@pytest.mark.parametrize(
+    ("rows", "after", "headline"),
+    [
+        (6, 0.5, "Done: too few rows to tell (6); the loss fell from 3.500 to 0.500"),
+        (9, 4.5, "Done: too few rows to tell (9); the loss rose from 3.500 to 4.500"),
+        (10, 0.5, "Done: better on the held-out rows"),
+    ],
+)
+def test_a_few_rows_say_nothing_for_sure(tmp_path, rows, after, headline):
+    metrics = {"before": {"eval_loss": 3.5}, "after": {"eval_loss": after}}
+    folder = run_folder(tmp_path / "run", replace(DONE, metrics=metrics), before="", after="")
+    for when, loss in (("before", 3.5), ("after", after)):
+        losses = loss_lines([10 * loss] * rows)
+        write_text(folder.evaluation / f"{when}.losses.jsonl", losses)
+    verdict = RunFacts.read(folder).verdict
+    assert verdict.headline == headline
+    assert (verdict.tone == "good") == (rows >= 10)
+    assert "better" not in " ".join(verdict.reasons) or rows >= 10
+
+
+def test_a_score_of_all_answers_together_is_claimed_if_its_intervals_are_apart():
+    def bleu(low: float, high: float) -> bootstrap.Estimate:
+        return bootstrap.Estimate((low + high) / 2, 20, low, high)
+
+    for after, outcome in ((bleu(8, 12), "better"), (bleu(6, 9), "no clear difference")):
+        assert Score("bleu", bleu(3, 7), after, None, True).outcome == outcome
+    unknown = bootstrap.Estimate(9, 20)
+    assert Score("bleu", bleu(3, 7), unknown, None, True).outcome == "no interval known"
 
 
 def test_every_metric_of_a_run_is_in_its_report_with_intervals(tmp_path):
@@ -166,8 +197,10 @@ def test_every_metric_of_a_run_is_in_its_report_with_intervals(tmp_path):
 def test_the_loss_has_intervals_where_rows_have_losses(tmp_path):
     metrics = {"before": {"eval_loss": 3.5}, "after": {"eval_loss": 3.45}}
     folder = run_folder(tmp_path / "run", replace(DONE, metrics=metrics), before="", after="")
+    for when in ("before", "after"):  # as in runs of earlier versions
+        (folder.evaluation / f"{when}.losses.jsonl").unlink()
     (loss,) = RunFacts.read(folder).scores
-    assert (loss.outcome, loss.difference) == ("better", None)
+    assert loss.difference is None and loss.outcome == "no interval known"
     before = [30.0, 40.0] * (ROWS // 2)
     write_text(folder.evaluation / "before.losses.jsonl", loss_lines(before))
     by_chance = [nats + 3 * (-1) ** (row // 2) - 0.5 for row, nats in enumerate(before)]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from html_pages import Page
-from report_folders import DONE, ROWS, answer_lines, run_folder, scored_lines
+from report_folders import DONE, ROWS, answer_lines, loss_lines, run_folder, scored_lines
 from test_reporting import HOSTILE
 
 from sft_play.commands.call import Call
@@ -13,6 +13,7 @@ from sft_play.commands.runs import compare as compare_command
 from sft_play.config.invocation import Invocation
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.reporting.compare import compare
+from sft_play.runs.files import write_text
 from sft_play.runs.report import RunReport
 
 LOW = answer_lines([0.5, 0.7] * (ROWS // 2))
@@ -41,7 +42,10 @@ def test_runs_are_printed_with_scores_settings_that_differ_and_a_verdict(two, tm
     assert lines[2].startswith("fast") and "4,321" in lines[2]
     between = lines[lines.index("settings that differ") + 1 : -4]
     assert between == ["  train.learning_rate", "    slow: 0.001", "    fast: 0.002", ""]
-    assert "fast against slow: loss +0.000: no clear difference, by the means only" in lines
+    assert (
+        "fast against slow: loss +0.000 (95 % interval +0.000 to +0.000 over 20 rows): no clear difference"
+        in lines
+    )
     assert "fast against slow: ROUGE-L +0.150 (95 % interval +0.1" in text
     assert lines[-1] == f"page {tmp_path / 'compare-slow-fast.html'}"
 
@@ -90,21 +94,21 @@ def test_a_score_of_all_answers_is_not_compared_where_the_rows_differ(tmp_path):
     fewer = {name: values[:15] for name, values in scores.items()}
     other = run_folder(tmp_path / "other", report, after=scored_lines(fewer))
     notes = compare([one, other]).notes
-    assert notes[-1] == "other against one: bleu is of all rows, and the test rows differ"
+    assert notes[-1] == "other against one: bleu is of all rows, and the held-out rows differ"
 
 
 def test_runs_with_other_test_rows_are_said_to_have_them(tmp_path):
     shared = answer_lines([0.5] * 15) + answer_lines([0.5] * 5, origin="else.jsonl:1")
-    test = {**DONE.data["test"], "trained_tokens": 901}
-    report = replace(DONE, data={**DONE.data, "test": test})
     one = run_folder(tmp_path / "one", after=LOW)
-    comparison = compare([one, run_folder(tmp_path / "other", report, after=shared)])
+    other = run_folder(tmp_path / "other", after=shared)
+    write_text(other.evaluation / "after.losses.jsonl", loss_lines([5.0] * ROWS, tokens=9))
+    comparison = compare([one, other])
     assert [line.rows for line in comparison.differences] == [15]
-    assert "28 samples with 901 tokens with loss" in comparison.notes[0]
+    assert "20 samples with 180 tokens with loss and 20 samples with 200" in comparison.notes[0]
     assert "15 rows of both (20 and 20" in comparison.notes[1]
     none = answer_lines([0.5] * ROWS, origin="else.jsonl:1")
     comparison = compare([one, run_folder(tmp_path / "third", after=none)])
-    assert "0 scored test rows are the same" in comparison.notes[0]
+    assert "0 scored held-out rows are the same" in comparison.notes[0]
 
 
 def test_a_run_of_a_version_without_a_setting_differs_only_from_another_value(two):

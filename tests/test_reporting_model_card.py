@@ -50,7 +50,7 @@ def test_a_run_that_measured_nothing_claims_nothing(facts):
 
 def test_scores_have_their_intervals_and_the_command_that_prints_them_again(tmp_path):
     text = card(RunFacts.read(run_folder(tmp_path / "a", DONE)))
-    assert "| loss (nats a token) | 3.5 | 0.5 |  |" in text
+    assert "| loss (nats a token) | 3.5 [3.5, 3.5] | 0.5 [0.5, 0.5] | -3 [-3, -3] |" in text
     assert "| ROUGE-L | 0.25 [0.25, 0.25] | 0.75 [0.65, 0.85] | 0.5 [0.4, 0.6] |" in text
     assert "`make eval RUN=a` scores them again." in text
 

@@ -82,7 +82,7 @@ def test_a_frame_has_progress_losses_speed_gpus_and_answers(tmp_path):
     text = "\n".join(shown)
     assert "loss   1.0000 now, 3.0000 first, 1.0000 lowest" in text
     assert "loss   of the validation rows: 2.2500 at step 20" in text
-    assert "rougeL of the test rows: 0.2500 at step 0" in text
+    assert "rougeL of the held-out rows: 0.2500 at step 0" in text
     assert "speed  12.3k tokens/s, MFU 40%, learning rate 0.0001, gradient norm 0.5" in text
     assert "GPU 1 NVIDIA H200: 96 % busy, 61.2 of 140.0 GiB used, 650 W, 64 °C" in text
     assert shown[-3:] == ["prompt   Count to 3.", "expected 1 2 3", "answer   1 2 [2J 3"]
@@ -173,7 +173,7 @@ def watched(output_dir: Path, run: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("report", "verdict"),
     [
-        (DONE, "Done: better on the test rows"),
+        (DONE, "Done: better on the held-out rows"),
         (replace(DONE, status="failed", exit_class=15), "Failed: out of memory (exit class 15)"),
         (replace(DONE, status="running", pid=2**22 + 1), "Died: the run was killed"),
     ],
@@ -197,7 +197,8 @@ def test_of_several_machines_the_folder_with_the_figures_is_shown(tmp_path):
 
 
 def test_a_pipe_ends_with_the_run_and_its_verdict(tmp_path, monkeypatch):
-    folder = run_folder(tmp_path / "run", running())
+    folder = run_folder(tmp_path / "run", DONE)
+    folder.write_report(running())
     metrics.append(folder.metrics, LINES[2])
 
     def go_on(seconds: float) -> None:
@@ -207,7 +208,7 @@ def test_a_pipe_ends_with_the_run_and_its_verdict(tmp_path, monkeypatch):
     monkeypatch.setattr(watching.time, "sleep", go_on)
     lines = watched(tmp_path).splitlines()
     assert "step 1/40 loss=3" in lines[1] and "step 11/40 loss=2" in lines[2]
-    assert "Done: better on the test rows" in lines
+    assert "Done: better on the held-out rows" in lines
 
 
 class Terminal:

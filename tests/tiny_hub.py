@@ -16,9 +16,8 @@ REPO = "me/desk"
 class TinyHub(BaseHTTPRequestHandler):
     """Answers what a push asks; weights are listed as files of git-lfs."""
 
-    files: dict[str, bytes] = {}
+    files: dict[str, bytes]
     commits = 0
-    refuses = False
 
     def log_message(self, *_: object) -> None:
         pass

@@ -130,7 +130,7 @@ def _loss_lines(run: RunFacts) -> Iterator[str]:
         yield f"loss   {losses[-1]:.4f} now, {losses[0]:.4f} first, {min(losses):.4f} lowest"
         yield from curve(losses, CURVE_WIDTH, CURVE_HEIGHT)
     names = dict.fromkeys(name for line in run.lines for name in line.values)
-    for rows, title in (("eval", "validation rows"), ("test", "test rows")):
+    for rows, title in (("eval", "validation rows"), ("test", "held-out rows")):
         for name in ("loss", *logged_scores(names, rows)):
             found = run.logged(f"{rows}_{name}")
             if found:

@@ -11,7 +11,7 @@ from sft_play.reporting.answers import LOSS, ROUGE_L, changed, title_of
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate
 from sft_play.reporting.page import count, gib, render, seconds
 from sft_play.reporting.run_facts import OF_THE_FOLDER, RunFacts
-from sft_play.reporting.verdict import Score
+from sft_play.reporting.verdict import Score, describe_outcome
 from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.tables import aligned
@@ -39,9 +39,9 @@ class ScoreDifference:
         """Return the difference in words."""
         score = self.score
         start = f"{self.run} against {self.first}: {score.name} {score.change:+.3f}"
-        if score.difference is None or not score.difference.interval:
-            return f"{start}: {score.outcome}, by the means only"
-        return f"{start} ({score.difference.interval}): {score.outcome}"
+        if score.difference is not None and score.difference.interval:
+            start += f" ({score.difference.interval})"
+        return f"{start}: {describe_outcome(score)}"
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ def _differences(first: RunFacts, other: RunFacts) -> Iterator[ScoreDifference |
 
 def _loss_difference(first: RunFacts, other: RunFacts) -> ScoreDifference | str:
     early, late = (run.after.scores.get(LOSS) for run in (first, other))
-    first_tokens, other_tokens = (_test_tokens(run) for run in (first, other))
     if early is None or late is None:
         return _unscored(first, other, LOSS)
+    first_tokens, other_tokens = (_scored_tokens(run) for run in (first, other))
     if first_tokens != other_tokens:
         return (
-            "loss is not compared, because their test rows or their tokenizers differ: "
+            "loss is not compared, because their held-out rows or their tokenizers differ: "
             f"{other_tokens} and {first_tokens}"
         )
     score = changed(LOSS, early, late)
@@ -121,17 +121,17 @@ def _answer_difference(
     has_all = len(common) == max(answered)
     if len(common) < MIN_ROWS:
         yield (
-            f"{title} is not compared, because {len(common)} scored test rows are the same; "
+            f"{title} is not compared, because {len(common)} scored held-out rows are the same; "
             f"{MIN_ROWS} are needed"
         )
     elif not has_all and not (early.is_mean and late.is_mean):
-        yield f"{title} is of all rows, and the test rows differ"
+        yield f"{title} is of all rows, and the held-out rows differ"
     else:
         score = changed(title, early.on(common), late.on(common))
         yield ScoreDifference(other.run, first.run, score, len(common))
         if notes_rows and not has_all:
             yield (
-                f"the test rows differ; {title} is compared on the {len(common)} rows of both "
+                f"the held-out rows differ; {title} is compared on the {len(common)} rows of both "
                 f"({answered[0]} and {answered[1]} were answered)"
             )
 
@@ -141,11 +141,12 @@ def _unscored(first: RunFacts, other: RunFacts, title: str) -> str:
     return f"{title} is not compared, {lacks.run} has none"
 
 
-def _test_tokens(run: RunFacts) -> str:
-    """Return how many samples were scored, and the tokens with loss of all test rows."""
-    test = run.report.rows("test")
-    samples, tokens = test.get("samples") or 0, test.get("trained_tokens") or 0
-    samples = int(run.report.scores("after").get("rows", samples))
+def _scored_tokens(run: RunFacts) -> str:
+    """Return how many samples were scored, and their tokens with loss."""
+    loss, test = run.after.scores[LOSS], run.report.rows("test")
+    samples, tokens = len(loss.rows), int(sum(loss.weights))
+    if not samples:  # a run of an earlier version, without losses of single rows
+        samples, tokens = test.get("samples") or 0, test.get("trained_tokens") or 0
     return f"{samples:,} samples with {tokens:,} tokens with loss"
 
 

@@ -20,6 +20,7 @@ from sft_play.plan.devices import GIB
 from sft_play.progress import duration
 from sft_play.reporting import charts
 from sft_play.reporting.run_facts import RunFacts
+from sft_play.reporting.verdict import NO_CLAIM
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import RunFolder
 
@@ -30,6 +31,7 @@ TONES = {
     "better": "good",
     "worse": "bad",
     "no clear difference": "open",
+    **dict.fromkeys(NO_CLAIM, "open"),
     "passed": "good",
     "failed": "bad",
     "look": "open",
