@@ -47,7 +47,7 @@ override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:
   memory-check doctor config schema plan data-check init preview convert-notebook check-notebook \
   train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
-  tb-stop slurm sweep runs watch compare report eval infer chat merge export serve check-server \
+  tb-stop slurm runs watch compare report eval infer chat merge export serve check-server \
   push embedded bench bench-data bench-plan bench-scaling test test-fast test-faults test-long \
   test-architectures test-newest test-gguf test-gpu lint docs clean
 
@@ -121,8 +121,6 @@ train-deepspeed-tb: $(ENV) ## the same with TensorBoard
 	@$(SFT) train --distributed --deepspeed --tensorboard
 slurm: $(ENV) ## write the batch script of a run to OUT=job.sh, for NNODES machines of GPUS=8xH100
 	@$(SFT) slurm
-sweep: $(ENV) ## train all combinations of OVER="tuning.lora.r=8,16 ..."
-	@$(SFT) sweep
 
 ## Watch and use
 tensorboard: $(ENV) ## start TensorBoard for all runs, on the loopback interface

@@ -146,25 +146,6 @@ def train(
     training.train(called, distributed, deepspeed, tensorboard, backend, launched)
 
 
-@app.command()
-def sweep(
-    config: ConfigOption = None,
-    set_: SetOption = None,
-    over: Annotated[
-        str | None,
-        typer.Option(
-            "--over", help="Settings and their values, such as train.learning_rate=1e-4,2e-4."
-        ),
-    ] = None,
-) -> None:
-    """Train every combination of the values in OVER, and compare the held-out scores."""
-    from sft_play.commands import sweep as sweeping
-
-    called = read_call(config, set_)
-    over = over or called.environ.get("OVER", "")
-    echo_lines(sweeping.sweep(called, over))
-
-
 @app.command("data-check")
 def data_check(
     config: ConfigOption = None, set_: SetOption = None, json: JsonOption = False

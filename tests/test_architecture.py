@@ -134,7 +134,6 @@ START_PROCESSES = {
     "monitor/",
     "data/tokenize.py",
     "data/limits.py",
-    "commands/sweep.py",
     "commands/ask.py",
     "commands/each_gpu.py",
     "evaluation/opener.py",

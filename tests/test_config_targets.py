@@ -53,7 +53,7 @@ def test_all_unknown_variables_come_at_once_and_one_that_is_spelled_alike_is_a_g
 @pytest.mark.parametrize(
     ("goals", "name", "words"),
     [
-        ("eval", "TRAIN_LEARNING_RATE", "make train, sweep, config"),
+        ("eval", "TRAIN_LEARNING_RATE", "make train, config"),
         ("train", "DEEPSPEED_CONFIG", "make train-deepspeed, train-deepspeed-tb, config"),
         ("train", "GPUS", "NUM_GPUS?"),
         ("train", "STEPS", "TRAIN_MAX_STEPS?"),

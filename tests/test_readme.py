@@ -88,9 +88,6 @@ RUN_CHANGED = {
     "make train CONFIG=configs/run_bnb.yaml MODEL_NAME=/models/llama-8b": (
         "make train CONFIG=configs/run_bnb.yaml MODEL_NAME=models/llama-8b"
     ),
-    'make sweep OVER="train.learning_rate=1e-4,2e-4 tuning.lora.r=8,16"': (
-        'make sweep OVER="train.learning_rate=1e-4"'
-    ),
     "make setup-accelerate": "make setup-accelerate DEVICE=cpu",
     "make train MODEL_NAME=outputs/name/merged DATA_TRAIN_PATH=more.jsonl": (
         "make train MODEL_NAME=outputs/name/merged DATA_TRAIN_PATH=my.jsonl RUN=further"

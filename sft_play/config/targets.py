@@ -44,7 +44,6 @@ train train-bnb train-unsloth train-distributed: run
 train-tb train-bnb-tb train-unsloth-tb train-distributed-tb: run TB_PORT
 train-deepspeed: run DEEPSPEED_CONFIG
 train-deepspeed-tb: run DEEPSPEED_CONFIG TB_PORT
-sweep: run OVER
 config: look
 plan: look EXACT
 data-check: look
