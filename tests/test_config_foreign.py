@@ -1,6 +1,9 @@
 """`make init FROM=`: configs and command lines of other programs, translated."""
 
+import shutil
+
 import pytest
+from conftest import ROOT
 
 from sft_play.commands.call import read_call
 from sft_play.commands.init import init
@@ -110,6 +113,56 @@ def test_the_file_that_is_written_loads(tmp_path):
     loaded = load(str(out))
     assert loaded.config.tuning.mode == "qlora" and loaded.config.train.epochs == "auto"
     assert "hf_abc" not in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens"),
+    [
+        ("--sample_packing --sequence_len 2048 --micro_batch_size 2 --grad_accum 4", 16384),
+        ("--packing --max_length 1024 --per_device_train_batch_size 8", 8192),
+        ("--neat_packing true --cutoff_len 512 --gradient_accumulation_steps 4", "left"),
+        ("--packing --per_device_train_batch_size 8", "left"),
+        ("--padding_free --max_length 1024 --per_device_train_batch_size 8", None),
+        ("--sample_packing false --sequence_len 64 --micro_batch_size 2", None),
+    ],
+)
+def test_packed_sequences_are_converted_by_tokens(words, tokens):
+    found = translate(words)
+    paths = [line.path for line in found.lines]
+    if tokens is None:
+        assert found.packed_tokens is None and "train.batch_size" in paths
+        return
+    assert "train.batch_size" not in paths and "train.grad_accum" not in paths
+    if tokens == "left":
+        assert found.packed_tokens is None and "counts packed sequences there" in found.left[0]
+    else:
+        assert found.packed_tokens == tokens and not found.left
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_a_step_of_packed_sequences_becomes_rows_of_their_mean_length(tmp_path, has_rows):
+    """Paths in a file are relative to the file."""
+    (tmp_path / "data").mkdir()
+    if has_rows:
+        shutil.copyfile(ROOT / "data" / "desk" / "train.jsonl", tmp_path / "data" / "rows.jsonl")
+    (tmp_path / "other.yml").write_text(
+        f"base_model: {ROOT}/data/tiny_llama\nsample_packing: true\nsequence_len: 2048\n"
+        "micro_batch_size: 2\ngradient_accumulation_steps: 4\n"
+        "datasets:\n- path: ./data/rows.jsonl\n"
+    )
+    out = tmp_path / "config.yaml"
+    environ = {"FROM": str(tmp_path / "other.yml"), "OUT": str(out), "DEVICE": "cpu"}
+    environ["DATA_CACHE_DIR"] = str(tmp_path / "cache")
+    told = init(read_call(environ=environ))
+    data, train = (getattr(load(str(out)).config, name) for name in ("data", "train"))
+    assert data.train_path[0].path == str(tmp_path / "data" / "rows.jsonl")
+    assert "a step there is 16,384 tokens in packed sequences" in told[1]
+    if has_rows:
+        mean = int(told[1].split()[-3])
+        assert 40 < mean < 80
+        assert train.effective_batch_size == pytest.approx(16384 / mean, rel=0.02)
+    else:
+        assert train.effective_batch_size == 32 and "divide them by the tokens of a row" in told[1]
 
 
 def test_a_source_that_is_none_is_an_error():

@@ -68,6 +68,8 @@ RUN = (
     "make slurm NNODES=2 GPUS=8xH100 CONFIG=medium OUT=job.sh",
     "make train-bnb",
     "make compare RUNS=a,b",
+    "for rate in 1e-4 2e-4; do make train RUN=rate-$rate TRAIN_LEARNING_RATE=$rate || break; done",
+    "make compare RUNS=rate-1e-4,rate-2e-4",
     "make eval RUN=name DATA_TEST_PATH=held.jsonl",
     "make merge RUN=name",
     "make export RUN=name",

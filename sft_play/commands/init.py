@@ -12,7 +12,7 @@ from sft_play.commands.call import Call, look, refuse_taken, write_out
 from sft_play.config import foreign, loader
 from sft_play.config.loader import CHOSEN, LoadedConfig
 from sft_play.config.present import Line, commented_yaml
-from sft_play.config.schema import env_name, settings
+from sft_play.config.schema import Config, env_name, settings
 from sft_play.config.yaml_source import Located, YamlValue
 from sft_play.errors import ConfigError
 from sft_play.plan import next_command, recipe, report
@@ -74,21 +74,44 @@ def _translated(path: Path, call: Call) -> list[str]:
     """Translate the config or command line of another program; return the lines to print."""
     source = call.environ["FROM"]
     said = foreign.translate(source)
+    lines, told = said.lines, []
+    if said.packed_tokens is not None:
+        rows = _rows_of_step(said, call)
+        told = [f"{rows.path} {rows.value}: {rows.comment}"]
+        lines = sorted([*lines, rows], key=lambda line: list(settings()).index(line.path))
     header = [
         f"Written by make init from {' '.join(source.split())}.",
         "docs/configuration.md lists all settings.",
     ]
-    text = commented_yaml(header, said.lines)
+    text = commented_yaml(header, lines)
     if said.left:
         text += "\n# What no setting here takes:\n" + "".join(f"# {line}\n" for line in said.left)
     write_out(path, text, call.overwrites)
-    told = [f"wrote {path}: {len(said.lines)} settings"]
+    told = [f"wrote {path}: {len(lines)} settings", *told]
     told += [f"left out: {line}" for line in said.left]
     try:
         loader.load(str(path))
     except ConfigError as error:
         told += [f"to be mended: {line}" for line in str(error).splitlines()]
     return [*told, f"next make plan CONFIG={path}"]
+
+
+def _rows_of_step(said: foreign.Translation, call: Call) -> Line:
+    """Return the rows of a step with as many tokens as the packed sequences of another program."""
+    from sft_play.data.row_facts import look_at_rows
+
+    name, default = "train.effective_batch_size", Config().train.effective_batch_size
+    devices = max(1, call.hardware.count)
+    tokens = said.packed_tokens * devices
+    step = f"a step there is {tokens:,} tokens in packed sequences, with processes={devices}"
+    config = Config.model_validate(loader.nested({line.path: line.value for line in said.lines}))
+    facts: object = "no rows are named"
+    if config.data.train_path is not None:
+        facts = look_at_rows(config, call.environ, may_fetch=False)
+    if isinstance(facts, str):
+        return Line(name, default, f"{step}; divide them by the tokens of a row ({facts})")
+    mean = sum(facts.lengths) / len(facts.lengths)
+    return Line(name, max(1, round(tokens / mean)), f"{step}; a row has {mean:.0f} on average")
 
 
 def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:

@@ -1,5 +1,7 @@
 """A config or a command line of another program, in the names of this one."""
 
+import math
+import os
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +38,14 @@ MEANINGS: dict[tuple[str, Any], tuple[str, Any]] = {
     **{("finetuning_type", mode): ("tuning.mode", mode) for mode in MODES},
 }
 SOURCE_NAMES = {"name": "subset"}  # of Axolotl's datasets
+# With these a batch of another program counts packed sequences; ours counts rows
+PACKING = ("sample_packing", "packing", "neat_packing", "pack_sequences")
+PATHS = """
+model.name model.adapter model.chat_template data.train_path data.val_path data.test_path
+data.image_folder
+""".split()
+BATCH = ("train.batch_size", "train.grad_accum")
+LENGTH = "model.max_seq_len"
 
 
 class Translation(NamedTuple):
@@ -43,20 +53,24 @@ class Translation(NamedTuple):
 
     lines: list[Line]
     left: list[str]
+    packed_tokens: int | None = None  # of a step on each device, if its batch is packed sequences
 
 
 def translate(source: str) -> Translation:
     """Return the settings of a YAML file, or of words such as `trl sft --learning_rate 2e-4`.
 
-    What is switched off or empty there says nothing here. Raises: ConfigError.
+    What is switched off or empty there says nothing here. A relative path belongs to the file's
+    folder. Raises: ConfigError.
     """
     found: dict[str, Line] = {}
     left = []
+    is_packed = False
     for name, located in _given(source):
         value = plain(located)
         if value in (None, False, "", [], {}):
             continue
-        said = _meant(name, value)
+        is_packed |= name in PACKING
+        said = _meant(name, value, Path(source).parent)
         if isinstance(said, str):
             line = f"{name}: {word(value)}: {said}"
             left.append(mask_secrets(" ".join(line.split())))  # as one line of a comment
@@ -64,7 +78,20 @@ def translate(source: str) -> Translation:
         path, value = said
         if path not in found or path != "tuning.mode" or value == "qlora":  # lora over 4 bits
             found[path] = Line(path, value, f"{located.origin}: {name}")
-    return Translation([found[path] for path in settings() if path in found], left)
+    batch = [found.pop(path) for path in BATCH if is_packed and path in found]
+    packed_tokens = None
+    if batch:
+        numbers = [*(line.value for line in batch), LENGTH in found and found[LENGTH].value]
+        if batch[0].path == BATCH[0] and all(type(number) is int for number in numbers):
+            packed_tokens = math.prod(numbers)
+        else:
+            names = ", ".join(f"{line.comment}: {word(line.value)}" for line in batch)
+            left.append(
+                f"{names}: counts packed sequences there, and batch size or length are not given; "
+                "set train.effective_batch_size to tokens of a step / tokens of a row"
+            )
+    lines = [found[path] for path in settings() if path in found]
+    return Translation(lines, left, packed_tokens)
 
 
 def _given(source: str) -> Iterator[tuple[str, Located]]:
@@ -93,7 +120,7 @@ def _flat(mapping: dict[str, Located], prefix: str) -> Iterator[tuple[str, Locat
             yield path, located
 
 
-def _meant(name: str, value: Any) -> tuple[str, Any] | str:
+def _meant(name: str, value: Any, folder: Path) -> tuple[str, Any] | str:
     """Return the setting and the value that are meant, or why none is."""
     key = name.rpartition(".")[2]
     if not isinstance(value, list | dict) and (key, value) in MEANINGS:
@@ -104,8 +131,10 @@ def _meant(name: str, value: Any) -> tuple[str, Any] | str:
     path = found.name
     if path == "model.chat_template" and "." not in str(value):  # the name of one that they ship
         return ADVICE["template"]
-    if isinstance(value, list) and path.startswith("data."):
-        value = [_source(each) if isinstance(each, dict) else each for each in value]
+    if path in PATHS:
+        given = value if isinstance(value, list) else [value]
+        placed = [_source(each, folder) for each in given]
+        value = placed if isinstance(value, list) else placed[0]
     elif not isinstance(value, list | dict):
         value = VALUES.get((path, value), value)
     try:
@@ -115,7 +144,17 @@ def _meant(name: str, value: Any) -> tuple[str, Any] | str:
     return path, value
 
 
-def _source(given: dict[str, Any]) -> dict[str, Any]:
-    """Return a data set; how its rows are read is recognized by their columns."""
+def _placed(value: str, folder: Path) -> str:
+    """Return a path of a file in `folder`; what is not there may be a name on the hub."""
+    is_there = value.startswith(".") or (folder / value).exists()
+    return os.path.normpath(folder / value) if is_there else value
+
+
+def _source(given: Any, folder: Path) -> Any:
+    """Return a path or a data set; how its rows are read is recognized by their columns."""
+    if not isinstance(given, dict):
+        return _placed(str(given), folder)
     renamed = {SOURCE_NAMES.get(name, name): value for name, value in given.items()}
+    if "path" in renamed:
+        renamed["path"] = _placed(str(renamed["path"]), folder)
     return {name: renamed[name] for name in renamed if name in SourceSection.model_fields}
