@@ -359,7 +359,7 @@ def main_of_rank(words: Sequence[str]) -> None:
 @contextlib.contextmanager
 def _errors_as_messages() -> Iterator[None]:
     try:
-        with disk_errors_in_words(), memory_errors_in_words():
+        with disk_errors_in_words(), memory_errors_in_words(), _written_output():
             yield
     except SftPlayError as error:
         code = int(error.exit_class)
@@ -373,3 +373,21 @@ def _errors_as_messages() -> Iterator[None]:
             sys.stderr.write(f"{text}\n")
         drop_unwritten_output()
         sys.exit(code)
+
+
+@contextlib.contextmanager
+def _written_output() -> Iterator[None]:
+    """Write what was printed while an error still has a class; a reader that left needs no more."""
+    try:
+        yield
+    except SystemExit:
+        _write_output()
+        raise
+    _write_output()
+
+
+def _write_output() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        drop_unwritten_output()

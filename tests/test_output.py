@@ -37,6 +37,16 @@ def test_an_answer_that_cannot_be_printed_is_an_error_that_says_so() -> None:
     assert shell(f"{COMMAND} config >/dev/full 2>/dev/full").returncode == 16
 
 
+@pytest.mark.parametrize("command", ["data-check", "memory-check"])
+def test_what_python_would_write_when_it_exits_has_the_same_end(command: str) -> None:
+    """These print lines, which wait in a buffer unless PYTHONUNBUFFERED is set."""
+    environ = "env -u PYTHONUNBUFFERED DATA_TRAIN_PATH=data/desk/test.jsonl"
+    done = shell(f"{environ} {COMMAND} {command} >/dev/full")
+    assert done.returncode == 16 and "Exception ignored" not in done.stderr
+    done = shell(f"{environ} {COMMAND} {command} | true")
+    assert "Exception ignored" not in done.stderr and "Traceback" not in done.stderr
+
+
 def test_streams_that_are_closed_are_no_error() -> None:
     assert shell(f"{COMMAND} config >&- 2>&- <&-").returncode == 0
     assert shell(f"{COMMAND} config --set train.epoch=1 >&- 2>&-").returncode == 10

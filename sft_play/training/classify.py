@@ -27,6 +27,9 @@ DISK_FULL = re.compile(
     r"PytorchStreamWriter failed|iostream error|unexpected pos"
 )
 
+# Messages of torch's DataLoader, also raised by its signal handler in the middle of other code
+LOADER_GONE = re.compile(r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)")
+
 
 class Failure(NamedTuple):
     """Why a run ends."""
@@ -51,6 +54,12 @@ def classify(error: BaseException) -> Failure:
     of_disk = of_os_error(error) if isinstance(error, OSError) else None
     if of_disk is not None:
         return Failure(of_disk.exit_class, str(of_disk))
+    if LOADER_GONE.search(first):
+        return Failure(
+            ExitClass.OUT_OF_MEMORY,
+            f"a process that loads rows has ended ({first}), most likely because memory was "
+            "short: free some or set TRAIN_DATALOADER_NUM_WORKERS=0, then resume",
+        )
     if DISK_FULL.search(str(error)):
         return Failure(
             ExitClass.DISK_FULL,

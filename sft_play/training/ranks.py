@@ -25,6 +25,7 @@ from sft_play import stops
 from sft_play.errors import ExitClass
 from sft_play.process import Process
 from sft_play.process_id import ProcessId
+from sft_play.progress import EVERY_SECONDS
 from sft_play.training import peers, runtime
 from sft_play.training.context import RunContext
 from sft_play.training.preflight import limited
@@ -129,7 +130,7 @@ class Peer(NamedTuple):
 
 
 class RankWatch(TrainerCallback):
-    """Calls `give_up(cause)` in a thread if another rank has ended or sends no heartbeat.
+    """Calls `give_up(cause)` in a thread if a rank has ended, sends no heartbeat or hangs.
 
     One thread increments this rank's key in the process group's store and reads the other
     keys. Another thread checks them, so a store that does not answer is detected, too. Seconds
@@ -146,7 +147,7 @@ class RankWatch(TrainerCallback):
         hang_seconds: float | None,
         give_up: Callable[[str], None],
     ) -> None:
-        """Start watching. Every rank must call it, after the process group was joined."""
+        """Start watching. Each of several ranks must call it, after they joined their group."""
         self.hang_seconds = hang_seconds
         self.give_up = give_up
         self.rank = process.rank
@@ -162,11 +163,14 @@ class RankWatch(TrainerCallback):
         # the file to which this process writes its stacks on SHOW_STACKS
         self._stacks = (logs / f"rank-{process.rank}.stacks").open("w", encoding="utf-8")
         faulthandler.register(SHOW_STACKS, self._stacks, all_threads=True)
-        store = distributed.distributed_c10d._get_default_store().clone()
-        store.set(f"{WATCH_KEY}/{self.rank}", "0")
-        process.gather(None)  # every rank has a sign of life
-        for task, argument in ((self._talk, (store,)), (self._check, ())):
-            threading.Thread(target=task, args=argument, name="rank watch", daemon=True).start()
+        tasks = [self._check]
+        if self.peers:
+            self._store = distributed.distributed_c10d._get_default_store().clone()
+            self._store.set(f"{WATCH_KEY}/{self.rank}", "0")
+            process.gather(None)  # every rank has a sign of life
+            tasks.append(self._talk)
+        for task in tasks:
+            threading.Thread(target=task, name="rank watch", daemon=True).start()
 
     def close(self) -> None:
         """Stop watching: the run has ended without an error."""
@@ -181,8 +185,9 @@ class RankWatch(TrainerCallback):
             time.sleep(0.1)
         return gone
 
-    def _talk(self, store: distributed.Store) -> None:
+    def _talk(self) -> None:
         """Send heartbeats, and record those of the others."""
+        store = self._store
         keys = [f"{WATCH_KEY}/{peer.rank}" for peer in self.peers]
         before: list[bytes | None] = [None] * len(keys)
         count = 0
@@ -208,6 +213,8 @@ class RankWatch(TrainerCallback):
                 self._silent[peer.rank] += TICK_SECONDS
                 self._gone[peer.rank] += TICK_SECONDS if peer.is_gone() else 0.0
             self._in_step += TICK_SECONDS
+            if self._is_in_step and self._in_step % EVERY_SECONDS == 0:
+                logger.info("no micro-batch has ended for %.0f s", self._in_step)
             cause = self._cause()
             if cause is not None and not self._closed.is_set():
                 self.give_up(cause)
@@ -229,12 +236,13 @@ class RankWatch(TrainerCallback):
             )
         limit = max(self.hang_seconds, SLOW_STEPS * self._slowest_step)
         if self._is_in_step and self._in_step > limit:
-            self._show_stacks()
+            what = "a process that loads rows, a disk or the GPU hangs"
+            if self.peers:
+                what = "no rank is gone, so one of them hangs"
             return (
                 f"rank {self.rank} has finished no micro-batch for {limit:.0f} s "
-                f"(train.hang_timeout={self.hang_seconds:.0f}), and no rank is gone: one of them "
-                "hangs; logs/rank-*.stacks say where each one is; resume, or wait longer with "
-                "TRAIN_HANG_TIMEOUT"
+                f"(train.hang_timeout={self.hang_seconds:.0f}): {what}; logs/rank-*.stacks say "
+                "where each one is; resume, or wait longer with TRAIN_HANG_TIMEOUT"
             )
         return None
 
@@ -267,10 +275,10 @@ class RankWatch(TrainerCallback):
 
 @dataclass(frozen=True)
 class RankGroup:
-    """This rank's connections to the others; both are None for a single rank."""
+    """This rank's connections to the others, and what watches them and this rank."""
 
-    broadcast: FailureBroadcast | None
-    watch: RankWatch | None
+    broadcast: FailureBroadcast | None  # None for a single rank
+    watch: RankWatch
 
     @classmethod
     def join(cls, context: RunContext, recorder: RunRecorder) -> Self:
@@ -278,10 +286,10 @@ class RankGroup:
         process = context.process
         with limited(process, recorder.abandon, is_joining=True):
             runtime.join_group(context.plan, process.timeout)
-        if process.world_size == 1:
-            return cls(None, None)
-        broadcast = FailureBroadcast(process, recorder.follow)
-        recorder.announce, recorder.await_follow = broadcast.announce, broadcast.thread.join
+        broadcast = None
+        if process.world_size > 1:
+            broadcast = FailureBroadcast(process, recorder.follow)
+            recorder.announce, recorder.await_follow = broadcast.announce, broadcast.thread.join
         seconds = context.config.train.hang_timeout
         watch = RankWatch(process, context.folder.logs, seconds, recorder.abandon)
         recorder.find_gone = watch.find_gone
@@ -290,12 +298,12 @@ class RankGroup:
     def leave(self) -> None:
         """Wait for the other ranks, if any, and destroy the process group."""
         if not torch.distributed.is_initialized():
+            self.watch.close()
             return
         # launchers end the other ranks as soon as the first rank of a stopped run exits with 75
         torch.distributed.barrier()
         stops.ignore()
-        if self.watch is not None:
-            self.watch.close()
+        self.watch.close()
         if self.broadcast is not None:
             self.broadcast.stop()
         torch.distributed.destroy_process_group()

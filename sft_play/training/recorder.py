@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from sft_play import stops, timeline
-from sft_play.errors import ExitClass, SftPlayError, first_line
+from sft_play.errors import ExitClass, first_line, is_out_of_memory
 from sft_play.masking import mask_secrets
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.reporting.page import write_report_or_warn
@@ -100,8 +100,7 @@ class RunRecorder:
             self.await_follow()
             os._exit(self.exit_class)
         self.exit_class, cause = self._classified(error)
-        is_foreign = not isinstance(error, SftPlayError)  # our errors already say what to type
-        if self.exit_class is ExitClass.OUT_OF_MEMORY and is_foreign:
+        if is_out_of_memory(error):  # errors of our own already say what to type
             cause = self._explain(error, cause)
         cause = mask_secrets(cause)
         self._log_failure(cause, error)

@@ -119,8 +119,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     loop.events.add(observers.metrics_file, observers.trace, loop.step_log, stop)
     progress = Progress(process)
     loop.events.add(progress, observers.trackers)
-    if group.watch is not None:
-        loop.events.add(group.watch)
+    loop.events.add(group.watch)
 
     with observers, contextlib.closing(progress):
         loop.start(checkpoint)

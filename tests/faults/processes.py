@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -133,18 +134,24 @@ def hanging_loader(number: int) -> Callable[[Bench], Outcome]:
     return inject
 
 
-def stopped_loader(bench: Bench) -> Outcome:
-    """Stop the process that loads the batches of one of two ranks."""
-    settings = {**TWO, "train.hang_timeout": 8, "train.dataloader_num_workers": 1}
-    folder = bench.plan(settings, num_gpus=2)
-    started = bench.start(folder, 2, load_as_a_launched_rank)
-    bench.wait_for(folder, "step 2/", started)
-    (loader,) = psutil.Process(started[1].pid).children()
-    bench.inject_now()
-    loader.suspend()
-    codes = bench.ends(started)
-    loader.kill()
-    return bench.outcome(folder, codes[0], (folder.path / "output.txt").read_text())
+def signalled_loader(number: int, ranks: int) -> Callable[[Bench], Outcome]:
+    """Return an injection: the process that loads the batches of the last rank gets a signal."""
+
+    def inject(bench):
+        few = TWO if ranks > 1 else MANY
+        settings = {**few, "train.hang_timeout": 8, "train.dataloader_num_workers": 1}
+        folder = bench.plan(settings, num_gpus=ranks)
+        started = bench.start(folder, ranks, load_as_a_launched_rank)
+        bench.wait_for(folder, "step 2/", started)
+        (loader,) = psutil.Process(started[-1].pid).children()
+        bench.inject_now()
+        loader.send_signal(number)
+        codes = bench.ends(started)
+        if loader.is_running():
+            loader.kill()
+        return bench.outcome(folder, codes[0], (folder.path / "output.txt").read_text())
+
+    return inject
 
 
 def signalled(
@@ -330,11 +337,32 @@ ROWS = (
         "stopped-loader",
         "SIGSTOP of the process that loads the batches of one of two ranks, with "
         "train.hang_timeout: 8",
-        stopped_loader,
+        signalled_loader(signal.SIGSTOP, 2),
         ExitClass.PEER_LOST,
         ("finished no micro-batch for", "(train.hang_timeout=8)", "resume, or wait longer"),
         Guard("sft_play.training.ranks:RankWatch.on_step_begin", nothing),
         60,
+        loses=3,
+    ),
+    Fault(
+        "stopped-loader-of-one-rank",
+        "SIGSTOP of the process that loads the batches of the only rank, with "
+        "train.hang_timeout: 8",
+        signalled_loader(signal.SIGSTOP, 1),
+        ExitClass.PEER_LOST,
+        ("finished no micro-batch for", "a process that loads rows", "resume, or wait longer"),
+        Guard("sft_play.training.ranks:RankWatch.on_step_begin", nothing),
+        60,
+        loses=3,
+    ),
+    Fault(
+        "killed-loader",
+        "SIGKILL of the process that loads the batches, as the kernel does if memory is short",
+        signalled_loader(signal.SIGKILL, 1),
+        ExitClass.OUT_OF_MEMORY,
+        ("a process that loads rows has ended (DataLoader worker", "=0, then resume"),
+        Guard("sft_play.training.classify:LOADER_GONE", re.compile("never")),
+        30,
         loses=3,
     ),
     Fault(

@@ -236,7 +236,7 @@ class TrainSection(Section):
     hang_timeout: PositiveInt | None = Field(
         600,
         description="Seconds without a sign of life of a rank, or without a micro-batch inside a "
-        "step, after which a run of several ranks ends; null waits forever.",
+        "step, after which a run ends; null waits forever.",
     )
     dataloader_num_workers: NonNegativeInt | Auto = Field(
         "auto",
