@@ -224,8 +224,10 @@ def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
         except NotServed:
             continue
         tallies.append(tally)
-    if not tallies:
-        raise EnvironmentFault(f"{server.url} has neither chat/completions nor completions")
+    if not any(tally.rows for tally in tallies):
+        raise EnvironmentFault(
+            f"{server.url} has no endpoint that takes the prompts of this export"
+        )
     named = visible(mask_secrets(f"server {server.url} model={server.model}"))
     lines = [named, *(tally.line() for tally in tallies)]
     differences = [line for tally in tallies for line in tally.differences]
