@@ -223,8 +223,9 @@ def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
                 tally.compare(row, server.ask(path, row))
         except NotServed:
             continue
-        tallies.append(tally)
-    if not any(tally.rows for tally in tallies):
+        if asked:
+            tallies.append(tally)
+    if not tallies:
         raise EnvironmentFault(
             f"{server.url} has no endpoint that takes the prompts of this export"
         )

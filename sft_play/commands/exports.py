@@ -148,8 +148,9 @@ def serve(call: Call) -> None:
     address = Address.read(call)
     launch = server_of(folder, run.name, address, call.machine.kind)
     address.refuse_taken()
-    print("\n".join(lines_of(folder, address, launch, run.name)), flush=True)
+    print("\n".join(lines_of(folder, address, run.name)), flush=True)
     if launch:
+        print(*launch.argv, flush=True)
         execute(launch, call.environ)
     model = find_model(str(folder), call.output_dir)
     # other servers read special tokens in a message as tokens, too
@@ -161,13 +162,12 @@ def serve(call: Call) -> None:
     server.serve(trained, run.name, address.host, address.port)
 
 
-def lines_of(folder: Path, address: Address, launch: Launch | None, run: str) -> list[str]:
+def lines_of(folder: Path, address: Address, run: str) -> list[str]:
     """Return the lines to print before the server starts."""
     url = address.url
     request = {"model": run, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
     body = shlex.quote(json.dumps(request, ensure_ascii=False))
     lines = [
-        " ".join(launch.argv) if launch else "transformers, one request at a time",
         f"serves {folder} at {url}/v1 as model {run}; Ctrl-C ends it, make check-server RUN={run} "
         f"URL={url} checks it; once the server is ready, this line asks it:",
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}",

@@ -30,28 +30,21 @@ LONG_TOKEN = 32  # characters: no text has longer tokens on average
 
 
 class Pieces(TextStreamer):
-    """Sends an answer in pieces; one that may have to be cut at a stop text is only collected."""
+    """Collects an answer, and sends its pieces."""
 
-    stop: list[str]
     send: Callable[[str], None]
     text = ""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         """Take the next piece."""
         self.text += text
-        if not self.stop:
-            self.send(text)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the answer contains a stop text."""
-        return any(stop in self.text for stop in self.stop)
+        self.send(text)
 
 
 class Server(ThreadingTCPServer):
     """A server whose connections share one model."""
 
-    allow_reuse_address = daemon_threads = True
+    allow_reuse_address = True
     request_queue_size = 128
     turn = Lock()
     name: str
@@ -103,8 +96,9 @@ class Connection(BaseHTTPRequestHandler):
         made = time.time_ns()
 
         def send(text: str, finish: str | None = None, **more: Any) -> None:
-            """Send a piece of a stream, or the complete answer."""
-            if finish or (self.streams and text):
+            """Send the answer; of a stream a piece, unless it may have to be cut at a stop text."""
+            is_piece = self.streams and not request.stop and (text or not self.has_begun)
+            if finish or is_piece:
                 message = {"role": "assistant", "content": text}
                 key = "delta" if self.streams else "message"
                 choice = {"index": 0, key: message, "finish_reason": finish}
@@ -114,10 +108,10 @@ class Connection(BaseHTTPRequestHandler):
 
         with self.server.turn:
             self._check()
+            messages = [each for turn in request.messages for each in turn]
             try:
-                messages = [each for turn in request.messages for each in turn]
-                characters = sum(len(each.content) for each in messages)
-                trained.auto_limit(characters // LONG_TOKEN)  # before it is tokenized
+                # refused before it is tokenized, which would take long
+                trained.auto_limit(sum(len(each.content) for each in messages) // LONG_TOKEN)
                 prompt = trained.prompt_ids(messages)
                 limit = trained.auto_limit(len(prompt), request.max_tokens)
             except DataError as error:
@@ -126,16 +120,17 @@ class Connection(BaseHTTPRequestHandler):
             generator = trained.sampled(wanted).generator(limit)
             self.streams = request.stream
             pieces = Pieces(trained.tokenizer, skip_prompt=True, skip_special_tokens=True)
-            pieces.stop, pieces.send = request.stop, send
-            ended = StopWhen(lambda: self._check() or pieces.has_ended)
+            pieces.send = send
+            ended = StopWhen(lambda: self._check() or any(map(pieces.text.count, request.stop)))
             ids = generator.generate(trained.model, [prompt], pieces, StoppingCriteriaList([ended]))
         (found,) = generator.decode(ids)
-        text = "" if self.streams and not request.stop else found.text
+        text = found.text
         for stop in request.stop:
             text = text.partition(stop)[0]
-        finish = "length" if found.was_cut and not pieces.has_ended else "stop"
+        finish = "length" if found.was_cut and text == found.text else "stop"
         usage = {"prompt_tokens": len(prompt), "completion_tokens": ids.numel()}
-        send(text, finish, usage=usage | {"total_tokens": sum(usage.values())})
+        usage["total_tokens"] = sum(usage.values())
+        send("" if self.has_begun else text, finish, usage=usage)
         if self.streams:
             self.wfile.write(b"data: [DONE]\n\n")
 
