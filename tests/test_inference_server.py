@@ -79,7 +79,7 @@ REFUSED = (
 ANSWERED = (
     {"n": 1, "stop": None, "logprobs": False, "response_format": {"type": "text"}, "tools": []},
     {"user": "me", "metadata": {"a": "b"}, "store": False, "stream_options": {}},
-    {"max_tokens": None, "max_completion_tokens": 3, "temperature": 1e-30},
+    {"max_tokens": None, "max_completion_tokens": 3, "temperature": 1e-60},
     {"temperature": 1.5, "top_p": 0.9, "seed": 7},
     said([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
     said("x", "developer"),
