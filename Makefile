@@ -145,7 +145,7 @@ merge: $(ENV) ## merge RUN's adapter into its base, in MODEL_DTYPE; scored befor
 	@$(SFT) merge
 export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter, vllm-adapter, gguf (QUANT=Q8_0), fp8, int4, nvfp4, awq
 	@$(SFT) export
-serve: $(ENV) ## serve RUN's export by vLLM or transformers' server, on 127.0.0.1:8000 (BIND, PORT)
+serve: $(ENV) ## serve RUN's export by vLLM or SFT-Play, on 127.0.0.1:8000 (BIND, PORT)
 	@$(SFT) serve
 check-server: $(ENV) ## compare the server at URL with RUN's export: prompt tokens, stops, answers
 	@$(SFT) check-server

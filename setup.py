@@ -59,7 +59,7 @@ def main() -> None:
             install_requires=[RANGES["torch"], *read_requirements("requirements.txt")],
             extras_require={
                 extra: read_requirements(f"requirements-{extra}.txt")
-                for extra in ("bench", "gguf", "quantize", "serve", "unsloth")
+                for extra in ("bench", "gguf", "quantize", "unsloth")
             },
             cmdclass={"build_py": BuildWithoutSetup},
             options={"build": {"build_base": folder}, "egg_info": {"egg_base": folder}},

@@ -40,7 +40,7 @@ TOKENS = {
     "config": 24_520,
     "data": 69_890,
     "evaluation": 13_190,
-    "inference": 18_820,
+    "inference": 20_120,
     "models": 105_980,
     "monitor": 7_930,
     "notebooks": 13_720,

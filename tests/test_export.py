@@ -293,28 +293,16 @@ def test_a_server_that_is_not_there_is_an_error_in_words():
         Server.at(f"http://127.0.0.1:{free_port()}", None, None)
 
 
-def test_what_is_served_listens_on_the_loopback_interface(exported, monkeypatch):
-    monkeypatch.setattr(export_commands, "NEEDED", ())
-    launch = export_commands.server_of(exported, "run", Address("127.0.0.1", 8000), "cpu")
-    assert launch.argv[1:] == (
-        *("-m", "sft_play.inference.server", str(exported), "run", "cpu", "127.0.0.1", "8000"),
-    )
-    assert len(export_commands.lines_of(exported, Address("127.0.0.1", 8000), launch, "run")) == 3
-    warned = export_commands.lines_of(exported, Address("0.0.0.0", 8000), launch, "run")
+def test_what_is_served_listens_on_the_loopback_interface(exported):
+    assert export_commands.server_of(exported, "run", Address("127.0.0.1", 8000), "cpu") is None
+    assert len(export_commands.lines_of(exported, Address("127.0.0.1", 8000), "run")) == 2
+    warned = export_commands.lines_of(exported, Address("0.0.0.0", 8000), "run")
     assert warned[-1].startswith("warning: BIND=0.0.0.0: whoever reaches this machine")
 
 
-def test_a_server_of_transformers_computes_soft_caps(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_commands, "NEEDED", ())
-    (tmp_path / "config.json").write_text('{"attn_logit_softcapping": 50.0}')
-    launch = export_commands.server_of(tmp_path, "run", Address("127.0.0.1", 8000), "cpu")
-    assert launch.argv[-2:] == ("8000", "eager")
-
-
-def test_a_server_whose_packages_are_missing_says_how_to_install_them(exported, monkeypatch):
-    monkeypatch.setattr(export_commands, "NEEDED", ("no_such_package",))
+def test_a_server_whose_packages_are_missing_says_how_to_install_them():
     with pytest.raises(EnvironmentFault, match=r"needs no_such_package, which .* type .* -m pip"):
-        export_commands.server_of(exported, "run", Address("127.0.0.1", 8000), "cpu")
+        export_commands.require(["no_such_package"], "no_such_package")
 
 
 def called(folder: RunFolder, words: list[str], **variables: str):

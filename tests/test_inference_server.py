@@ -1,137 +1,246 @@
-"""`make serve` with transformers' server: started as a user starts it, asked as a client asks it."""
+"""`make serve` without vLLM: started as a user starts it, asked as a client asks it."""
 
 import http.client
 import json
 import os
 import shlex
+import shutil
 import signal
+import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import ROOT
+from rank_processes import start_command
 
-from sft_play.commands.exports import NEEDED
+from sft_play.commands.check_server import Server, check_server
 from sft_play.inference.export import export_run
 from sft_play.plan.launch import free_port
-from sft_play.runs.exports import ExportAsked
+from sft_play.runs import seal
+from sft_play.runs.exports import PARITY, ExportAsked, read_parity
 
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("opens_here")]
 SECONDS = float(os.environ.get("SERVE_SECONDS", "5"))  # of the load test
 CLIENTS = 16
 STARTS_WITHIN = 120
+CHAT = "/v1/chat/completions"
+ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
+NEVER_ENDS = {**ASKED, "max_tokens": 1000}  # the tiny base has no stop for it
+IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+
+
+def said(content: object, role: object = "user", **more: object) -> dict:
+    """Return a change of the messages."""
+    return {"messages": [{"role": role, "content": content, **more}]}
+
+
+# Change of ASKED, status, words of the error
+REFUSED = (
+    ({"messages": []}, 400, "messages"),
+    ({"messages": "x"}, 400, "messages"),
+    ({"messages": None}, 400, "messages: Field required"),
+    ({"messages": [5]}, 400, "messages.0"),
+    ({"messages": [{"role": "user"}]}, 400, "messages.0: .content is null"),
+    (said({"a": 1}, 5), 400, "messages.0"),
+    (said("x", "wizard"), 400, "role 'wizard'"),
+    (said("x", "tool"), 400, "the chat template refuses"),
+    (said({"a": 1}), 400, "messages.0: .content"),
+    (said([{"toolUse": 5}]), 400, "messages.0"),
+    (said([IMAGE]), 400, "data:image/"),
+    (said("\ud800"), 400, "Invalid JSON"),
+    (said(None, "assistant", tool_calls=[{"function": 5}]), 400, "messages.0"),
+    (said("word " * 2000), 400, "1024"),
+    (said("word " * 500_000), 400, "1024"),
+    (said("x" * 10_000_000), 413, "below 10 MB"),
+    ({"max_tokens": 2000}, 400, "2000"),
+    ({"max_tokens": -3}, 400, "max_tokens"),
+    ({"max_tokens": 0}, 400, "max_tokens"),
+    ({"max_tokens": float("nan")}, 400, "max_tokens"),
+    ({"temperature": float("nan")}, 400, "temperature"),
+    ({"temperature": True}, 400, "temperature"),
+    ({"top_p": 0}, 400, "top_p"),
+    ({"seed": -1}, 400, "seed"),
+    ({"stop": list("abcde")}, 400, "stop"),
+    ({"stop": [""]}, 400, "stop.0"),
+    ({"stream": "yes"}, 400, "stream"),
+    ({"n": 2}, 400, "n: "),
+    ({"logprobs": True}, 400, "logprobs"),
+    ({"logit_bias": {"999999": 100}}, 400, "logit_bias"),
+    ({"response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+    ({"unknown": 1}, 400, "unknown"),
+    ({"model": "gpt-4o"}, 404, "gpt-4o"),
+)
+ANSWERED = (
+    {"n": 1, "stop": None, "logprobs": False, "response_format": {"type": "text"}, "tools": []},
+    {"user": "me", "metadata": {"a": "b"}, "store": False, "stream_options": {}},
+    {"max_tokens": None, "max_completion_tokens": 3, "temperature": 1e-60},
+    {"temperature": 1.5, "top_p": 0.9, "seed": 7},
+    said([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]),
+    said("x", "developer"),
+)
 
 
 class Served:
     """A server that `make serve` has started, and what it printed."""
 
-    def __init__(self, process: subprocess.Popen, log: Path, port: int, name: str) -> None:
+    def __init__(self, process, log: Path, port: int, name: str) -> None:
         self.process, self.log, self.port, self.name = process, log, port, name
 
-    def ask(self, path: str, body: dict | None = None) -> tuple[int, dict]:
+    def ask(self, path: str, body: object = None, **headers: str) -> tuple[int, dict]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         try:
-            headers = {"Content-Type": "application/json"}
-            verb = "GET" if body is None else "POST"
-            connection.request(verb, path, None if body is None else json.dumps(body), headers)
+            sent = json.dumps(body) if isinstance(body, dict) else body
+            connection.request("GET" if body is None else "POST", path, sent, headers)
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read())
         finally:
             connection.close()
 
-    def chat(self, model: str | None, tokens: int = 8) -> tuple[int, dict]:
-        body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": tokens}
-        return self.ask("/v1/chat/completions", body | ({"model": model} if model else {}))
+    def chat(self, **changes: object) -> dict:
+        status, answer = self.ask(CHAT, ASKED | changes)
+        assert status == 200, answer
+        return answer["choices"][0]
 
-    def end(self) -> float:
-        """Press Ctrl-C, and return how many seconds the server takes to end."""
-        started = time.monotonic()
-        self.process.send_signal(signal.SIGINT)
-        self.process.wait(timeout=30)
-        return time.monotonic() - started
+    @contextmanager
+    def stream(self, body: dict) -> Iterator[socket.socket]:
+        """Ask for a stream, and wait for its beginning."""
+        data = json.dumps(body | {"stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", self.port)) as client:
+            client.sendall(b"POST %b HTTP/1.1\r\n" % CHAT.encode())
+            client.sendall(b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
+            assert client.recv(1 << 16)
+            yield client
 
 
-@pytest.fixture
-def served(finished, tmp_path) -> Iterator[Served]:
-    """A lora run's export, served on a machine without a Hugging Face cache."""
-    for package in NEEDED:
-        pytest.importorskip(package)
-    folder, port = finished("lora"), free_port()
-    if not (folder.path / "export" / "safetensors").is_dir():
-        export_run(folder, ExportAsked("safetensors"), "cpu")
+@contextmanager
+def serving(run: Path, tmp_path: Path) -> Iterator[Served]:
+    """Serve a run's export, on a machine without a Hugging Face cache."""
+    port, log = free_port(), tmp_path / "log"
     environ = {
         "PATH": os.environ["PATH"],
-        "TRAIN_OUTPUT_DIR": str(folder.path.parent),
-        "RUN": folder.name,
+        "TRAIN_OUTPUT_DIR": str(run.parent),
+        "RUN": run.name,
         "PORT": str(port),
         "DEVICE": "cpu",
         "HF_HOME": str(tmp_path / "no-cache"),
     }
-    log = tmp_path / "log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sft_play", "serve"],
-            env=environ,
-            cwd=ROOT,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    found = Served(process, log, port, folder.name)
+    process = start_command(["serve"], environ, log)
+    found = Served(process, log, port, run.name)
     deadline = time.monotonic() + STARTS_WITHIN
-    while process.poll() is None and time.monotonic() < deadline:
+    while process.is_alive() and time.monotonic() < deadline:
         try:
             found.ask("/health")
             break
         except OSError:
-            time.sleep(0.2)
-    assert process.poll() is None, log.read_text()
-    yield found
-    process.kill()
-    process.wait()
+            process.join(0.1)
+    assert process.is_alive(), log.read_text()
+    try:
+        yield found
+    finally:
+        process.kill()
+        process.join()
 
 
-def test_the_model_is_listed_and_answers_under_the_name_of_its_run(served):
+@pytest.fixture(scope="module")
+def run(plan_run) -> Path:
+    """A run whose export is the tiny base."""
+    folder = plan_run({}).path
+    export = folder / "export" / "safetensors"
+    shutil.copytree(ROOT / "data" / "tiny_llama", export)
+    (export / seal.NAME).write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(run, tmp_path_factory) -> Iterator[Served]:
+    with serving(run, tmp_path_factory.mktemp("served")) as found:
+        yield found
+
+
+def test_what_is_not_done_is_refused_with_its_field_and_no_traceback(served):
+    for change, status, words in REFUSED:
+        found, answer = served.ask(CHAT, ASKED | change)
+        assert (found, words in answer["error"]["message"]) == (status, True), (change, answer)
+        assert answer["error"].keys() == {"message", "type", "param", "code"}
+    for body in (b"", b"{", b"[]", b"\xff{}", b"[" * 10_000):
+        assert served.ask(CHAT, body)[0] == 400
+    chunks = {"Transfer-Encoding": "chunked"}
+    assert served.ask(CHAT, b"400000\r\n" + b"x" * 0x400000, **chunks)[0] == 413
+    for path in ("/v1/completions", "/v1/responses", "/load_model", "/reset"):
+        assert served.ask(path, {})[0] == 404
+    for change in ANSWERED:
+        assert served.chat(**change)["message"]["role"] == "assistant"
+    assert "Traceback" not in served.log.read_text()
+
+
+def test_the_model_is_listed_and_the_printed_curl_line_works_as_it_is(served):
     status, models = served.ask("/v1/models")
     assert (status, [model["id"] for model in models["data"]]) == (200, [served.name])
-    for asked in (served.name, None):
-        status, answer = served.chat(asked)
-        assert (status, answer["model"]) == (200, served.name)
-        assert answer["choices"][0]["message"]["role"] == "assistant"
-    status, error = served.chat("gpt-4o")
-    assert status == 400 and served.name in error["detail"] and "gpt-4o" in error["detail"]
-    status, error = served.ask("/load_model", {"model": "gpt-4o"})
-    assert status == 404 and served.name in error["detail"]
-    assert served.chat(served.name)[0] == 200
-
-
-def test_the_printed_curl_line_works_as_it_is(served):
     (line,) = [line for line in served.log.read_text().splitlines() if line.startswith("curl ")]
-    assert shlex.split(line)[1].endswith("/v1/chat/completions")
+    assert shlex.split(line)[1].endswith(CHAT)
     done = subprocess.run(["bash", "-c", f"{line} -sS"], capture_output=True, text=True)
     assert json.loads(done.stdout)["model"] == served.name, done.stderr
 
 
-def test_ctrl_c_ends_the_server_while_it_answers(served):
-    with ThreadPoolExecutor() as pool:
-        body = {"model": served.name, "prompt": "a", "max_tokens": 100_000}
-        body["generation_config"] = json.dumps({"max_new_tokens": 100_000, "eos_token_id": -1})
-        asked = pool.submit(served.ask, "/v1/completions", body)
-        time.sleep(2)
-        assert not asked.done()
-        assert served.end() < 5
-        assert asked.exception() is not None or asked.result()[0] >= 500
-    assert "Traceback" not in served.log.read_text()
+def test_a_stream_has_the_text_of_the_answer_and_both_end_before_a_stop_text(served):
+    request = {"temperature": 2, "seed": 5, "max_tokens": 40}
+    complete = served.chat(**request)["message"]["content"]
+    assert len(complete) > 40
+    stop = complete[len(complete) // 2 :][:3]
+    for stops in ([], [stop, "⟦"]):
+        asked = request | {"stop": stops}
+        choice = served.chat(**asked)
+        connection = http.client.HTTPConnection("127.0.0.1", served.port)
+        connection.request("POST", CHAT, json.dumps(ASKED | asked | {"stream": True}))
+        *events, done, _ = connection.getresponse().read().decode().split("\n\n")
+        assert done == "data: [DONE]"
+        (*choices,) = (json.loads(event[6:])["choices"][0] for event in events)
+        assert choices[0]["delta"]["role"] == "assistant"
+        assert "".join(each["delta"]["content"] for each in choices) == choice["message"]["content"]
+        assert choices[-1]["finish_reason"] == choice["finish_reason"]
+        if stops:
+            assert choice["message"]["content"] == complete.partition(stop)[0]
+            assert choice["finish_reason"] == "stop"
 
 
+def test_the_answer_of_a_client_that_leaves_ends_and_ctrl_c_ends_any(run, tmp_path):
+    with serving(run, tmp_path) as served:
+        with served.stream(NEVER_ENDS):
+            pass
+        started = time.monotonic()
+        served.chat(max_tokens=1)
+        assert time.monotonic() - started < 1.5  # all of it takes several seconds
+        with served.stream(NEVER_ENDS):
+            os.kill(served.process.pid, signal.SIGINT)
+            served.process.join(5)
+        assert served.process.exitcode == 0
+        assert "Traceback" not in served.log.read_text()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("opens_here")
+def test_the_export_of_a_run_answers_as_the_run_did(finished, tmp_path):
+    folder = finished("lora")
+    export = folder.path / "export" / "safetensors"
+    if not export.is_dir():
+        export_run(folder, ExportAsked("safetensors"), "cpu")
+    with serving(folder.path, tmp_path) as served:
+        server = Server.at(f"http://127.0.0.1:{served.port}", None, None)
+        lines = check_server(server, read_parity(export / PARITY))
+    assert lines[-1] == "the server answers as the evaluated model does"
+
+
+@pytest.mark.long
 def test_many_clients_at_once_all_get_their_answers(served):
     """SERVE_SECONDS=60 takes a minute."""
     process = psutil.Process(served.process.pid)
-    served.chat(served.name)
+    served.chat()
     memory: list[int] = []
     end = time.monotonic() + SECONDS
 
@@ -139,8 +248,7 @@ def test_many_clients_at_once_all_get_their_answers(served):
         count, longest = 0, 0.0
         while time.monotonic() < end:
             started = time.monotonic()
-            status, answer = served.chat(served.name, 4 + number)
-            assert status == 200 and answer["usage"]["completion_tokens"] <= 4 + number
+            served.chat(max_tokens=4 + number)
             count += 1
             longest = max(longest, time.monotonic() - started)
             if number == 0:
@@ -149,8 +257,6 @@ def test_many_clients_at_once_all_get_their_answers(served):
 
     with ThreadPoolExecutor(CLIENTS) as pool:
         counts, longest = zip(*pool.map(client, range(CLIENTS)), strict=True)
-    answers = [line for line in served.log.read_text().splitlines() if "completions HTTP" in line]
-    assert len(answers) == sum(counts) + 1 and all(" 200" in line for line in answers)
     settled = memory[len(memory) // 2 :]
     first, last, most = memory[0] / 1e6, memory[-1] / 1e6, max(memory) / 1e6
     print(f"{sum(counts)} answers, the slowest in {max(longest):.2f} s")

@@ -70,7 +70,7 @@ def test_the_wheel_requires_what_the_requirements_files_name(wheel):
     assert "torch<2.14,>=2.11" in required
     assert not [each for each in required if each.startswith(("pytest", "ruff", "mkdocs"))]
     extras = described.get_all("Provides-Extra")
-    assert extras == ["bench", "gguf", "quantize", "serve", "unsloth"]
+    assert extras == ["bench", "gguf", "quantize", "unsloth"]
     assert 'llmcompressor==0.14.0; extra == "quantize"' in required
 
 

@@ -223,9 +223,12 @@ def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
                 tally.compare(row, server.ask(path, row))
         except NotServed:
             continue
-        tallies.append(tally)
+        if asked:
+            tallies.append(tally)
     if not tallies:
-        raise EnvironmentFault(f"{server.url} has neither chat/completions nor completions")
+        raise EnvironmentFault(
+            f"{server.url} has no endpoint that takes the prompts of this export"
+        )
     named = visible(mask_secrets(f"server {server.url} model={server.model}"))
     lines = [named, *(tally.line() for tally in tallies)]
     differences = [line for tally in tallies for line in tally.differences]

@@ -17,7 +17,6 @@ from sft_play.commands import use
 from sft_play.commands.call import Call
 from sft_play.config.invocation import PORTS
 from sft_play.config.messages import refuse
-from sft_play.config.schema import ModelSection
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.launch import Launch, execute
 from sft_play.runs import exports
@@ -31,6 +30,7 @@ from sft_play.runs.exports import (
     exports_of,
 )
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.model_folder import find_model
 
 QUANTIZATION = "Q8_0"  # closest to the scored model at half the size of 16 bits
 # Variables that only some formats use
@@ -44,7 +44,6 @@ LOOPBACK = "127.0.0.1"
 PORT = 8000
 SERVED = ("safetensors", "gguf", *COMPRESSED)
 CHECKED = ("safetensors", "gguf", *ADAPTERS)  # whose answers are those of the evaluated model
-NEEDED = ("fastapi", "uvicorn", "openai")  # by transformers' server
 NEEDED_FOR_GGUF = "llama_cpp fastapi uvicorn sse_starlette starlette_context".split()
 
 
@@ -138,23 +137,32 @@ class Address:
 
 
 def serve(call: Call) -> None:
-    """Become a server of a run's export: vLLM, transformers', or llama-cpp-python's."""
+    """Become a server of a run's export: vLLM, llama-cpp-python's, or this one."""
     run = use.chosen_run(call)
     folder = chosen_export(call, run, SERVED)
     address = Address.read(call)
     launch = server_of(folder, run.name, address, call.machine.kind)
     address.refuse_taken()
-    print("\n".join(lines_of(folder, address, launch, run.name)), flush=True)
-    execute(launch, call.environ)
+    print("\n".join(lines_of(folder, address, run.name)), flush=True)
+    if launch:
+        print(*launch.argv, flush=True)
+        execute(launch, call.environ)
+    model = find_model(str(folder), call.output_dir)
+    # other servers read special tokens in a message as tokens, too
+    allowed = {"data.special_tokens_in_text": "allow"}
+    config = use.settings_of(call, model, "serve").config.changed(allowed)
+    from sft_play.inference import load, server
+
+    trained = load.load_run(model, call.machine.kind, config)
+    server.serve(trained, run.name, address.host, address.port)
 
 
-def lines_of(folder: Path, address: Address, launch: Launch, run: str) -> list[str]:
+def lines_of(folder: Path, address: Address, run: str) -> list[str]:
     """Return the lines to print before the server starts."""
     url = address.url
     request = {"model": run, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
     body = shlex.quote(json.dumps(request, ensure_ascii=False))
     lines = [
-        " ".join(launch.argv),
         f"serves {folder} at {url}/v1 as model {run}; Ctrl-C ends it, make check-server RUN={run} "
         f"URL={url} checks it; once the server is ready, this line asks it:",
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d {body}",
@@ -164,10 +172,10 @@ def lines_of(folder: Path, address: Address, launch: Launch, run: str) -> list[s
     return lines
 
 
-def server_of(folder: Path, name: str, address: Address, device: str) -> Launch:
+def server_of(folder: Path, name: str, address: Address, device: str) -> Launch | None:
     """Return the command that serves a folder: vLLM on a GPU if it is installed.
 
-    Raises: EnvironmentFault if no server is installed.
+    None is the server of this project. Raises: EnvironmentFault if that of gguf is not installed.
     """
     where = ("--host", address.host, "--port", str(address.port))
     files = sorted(folder.glob("*.gguf"))
@@ -178,13 +186,7 @@ def server_of(folder: Path, name: str, address: Address, device: str) -> Launch:
     vllm = shutil.which("vllm")
     if vllm is not None and device == "cuda":
         return Launch((vllm, "serve", str(folder), "--served-model-name", name, *where), {})
-    require(NEEDED, " ".join(NEEDED))
-    from sft_play.reporting.base_facts import BaseFacts
-
-    words = (str(folder), name, device, address.host, str(address.port))
-    if BaseFacts.read(ModelSection(name=str(folder))).has_soft_caps:  # sdpa ignores them
-        words += ("eager",)
-    return Launch((sys.executable, "-m", "sft_play.inference.server", *words), {})
+    return None
 
 
 def require(packages: Sequence[str], to_install: str, by: str = "the server") -> None:

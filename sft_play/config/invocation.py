@@ -179,7 +179,8 @@ class SamplingRequest:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        # scores divided by a smaller one may overflow
+        return self.temperature is not None and self.temperature < 1e-3
 
     @property
     def asks_nothing(self) -> bool:

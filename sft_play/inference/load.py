@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors import SafetensorError
@@ -71,6 +72,11 @@ class TrainedModel:
             images=self.images,
         )
 
+    def sampled(self, request: SamplingRequest) -> Self:
+        """Return the model with the requested sampling, and set its seed."""
+        torch.manual_seed(request.seed)
+        return replace(self, sampling=sampling_of(self.model.generation_config, request))
+
     @cached_property
     def images(self) -> ImageInputs | None:
         """The factory of image inputs, None for a text model."""
@@ -107,17 +113,20 @@ class TrainedModel:
         asked = self.config.train.generation_max_new_tokens
         return self.auto_limit(prompt_tokens) if asked == "auto" else asked
 
-    def auto_limit(self, prompt_tokens: int) -> int:
-        """Return how many tokens fit after a prompt, or MAX_ANSWER_TOKENS. Raises DataError."""
+    def auto_limit(self, prompt_tokens: int, asked: int | None = None) -> int:
+        """Return the `asked` tokens of an answer, or those that fit, up to MAX_ANSWER_TOKENS.
+
+        Raises: DataError if prompt and answer do not fit.
+        """
         positions = positions_of(self.model.config.to_dict())
         if positions is None:
-            return MAX_ANSWER_TOKENS
-        if prompt_tokens >= positions:
+            return asked or MAX_ANSWER_TOKENS
+        if prompt_tokens + (asked or 1) > positions:
             raise DataError(
-                f"the prompt has {prompt_tokens} tokens, and the model takes {positions} with the "
-                "answer; write less, in a chat /reset"
+                f"the prompt has {prompt_tokens} tokens, and the model takes {positions} with an "
+                f"answer of {asked or 1}; write less, in a chat /reset"
             )
-        return min(MAX_ANSWER_TOKENS, positions - prompt_tokens)
+        return asked or min(MAX_ANSWER_TOKENS, positions - prompt_tokens)
 
 
 def without_rounding(config: Config) -> Config:
@@ -207,9 +216,7 @@ def load_to_answer(
     folder: RunFolder, device: str, config: Config | None, request: SamplingRequest
 ) -> TrainedModel:
     """Return the trained model of a run with the requested sampling, and set its seed."""
-    trained = load_run(folder, device, config)
-    torch.manual_seed(request.seed)
-    return replace(trained, sampling=sampling_of(trained.model.generation_config, request))
+    return load_run(folder, device, config).sampled(request)
 
 
 def base_of(
