@@ -16,6 +16,7 @@ OTHER_DISK = (
     "its disk cannot do that (FUSE, CIFS): set TRAIN_OUTPUT_DIR and DATA_CACHE_DIR to folders of "
     "another"
 )
+IN_THE_WAY = "something of this name is there: end what writes it, or move it away"
 UNREACHABLE = "the server of its disk does not answer: mount it again, then resume"
 # What to do if the system refuses a path, by its reason
 OF_PATH = {
@@ -26,7 +27,7 @@ OF_PATH = {
     errno.EACCES: NO_PERMISSION,
     errno.EPERM: NO_PERMISSION,
     errno.ENAMETOOLONG: "give it a shorter name",
-    errno.ELOOP: "its links point at each other: name the file or folder itself",
+    errno.ELOOP: "it is a link, or links point at each other: put the file or folder itself there",
     errno.EISDIR: "a folder is in the place of a file: move it away",
     errno.ENOTDIR: "a file is in the place of a folder: move it away, or name another path",
     errno.ETXTBSY: "another program uses it: wait, or name another path",
@@ -40,6 +41,14 @@ OF_PATH = {
     errno.ENOLCK: "its disk keeps no locks: mount it with locks, or set TRAIN_OUTPUT_DIR elsewhere",
     errno.ENOTSUP: OTHER_DISK,
     errno.EINVAL: OTHER_DISK,
+    errno.ENOSYS: OTHER_DISK,
+    errno.EXDEV: (
+        "these are on two disks: mount none inside the folder of a run, or set TRAIN_OUTPUT_DIR "
+        "to a folder of one disk"
+    ),
+    errno.ENOTEMPTY: IN_THE_WAY,
+    errno.EEXIST: IN_THE_WAY,
+    errno.EOVERFLOW: "its size or date is beyond what this program can read: copy it",
     errno.EMLINK: "a folder of its disk can hold no more: remove old runs, or name another",
     errno.EBUSY: "another program holds it (lsof names it): end that, then resume",
     errno.EAGAIN: "this machine is short of processes, threads or memory: wait, then resume",
@@ -140,9 +149,14 @@ def of_class(exit_class: int | None, text: str) -> SftPlayError:
 def of_os_error(error: OSError) -> SftPlayError | None:
     """Return what a disk has refused, in words; None for an error of another kind."""
     path = str(error.filename or "a file of the run")
-    place = path if len(path) <= SHOWN_PATH else f"{path[:SHOWN_PATH]}..."
+    paths = [str(each) for each in (path, error.filename2) if each]  # the second, of a rename
+    place = " to ".join(
+        each if len(each) <= SHOWN_PATH else f"{each[:SHOWN_PATH]}..." for each in paths
+    )
     if lacks_shared_memory(error):
         return EnvironmentFault(f"{error.strerror}: {MORE_SHARED_MEMORY}")
+    if error.errno == errno.ENOMEM:
+        return OutOfMemory(f"{error.strerror}: {place}; make memory-check shows what holds it")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text = f"{error.strerror}: {place}; free some space, then resume"
         return of_class(ExitClass.DISK_FULL, text)

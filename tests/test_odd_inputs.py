@@ -90,3 +90,9 @@ def test_two_commands_do_not_write_to_one_run(tmp_path: Path) -> None:
         pytest.fail("both have it")
     with lock.used_alone(tmp_path):
         assert (tmp_path / lock.NAME).is_file()
+
+
+def test_a_pipe_in_the_place_of_a_lock_is_refused_and_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / lock.NAME)
+    with pytest.raises(FileExistsError, match="Not a regular file"), lock.used_alone(tmp_path):
+        pytest.fail("it was used")

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.runs.files import Json, free_name, json_line, read_json, write_json, write_text
+from sft_play.runs.files import (
+    Json,
+    free_name,
+    json_line,
+    open_in_place,
+    read_json,
+    write_json,
+    write_text,
+)
 
 LOCK = "lock"  # in the folder of parts
 NUMBER = "number"  # of a prompt in its file, from 0: only in parts
@@ -73,7 +81,7 @@ class AnswerFile:
         Raises: EnvironmentFault if another one does.
         """
         self.parts.mkdir(exist_ok=True)
-        with (self.parts / LOCK).open("w", encoding="utf-8") as file:
+        with open_in_place(self.parts / LOCK, "w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until it is closed
             except BlockingIOError:
@@ -142,7 +150,7 @@ class Part:
 
     def __init__(self, path: Path) -> None:
         """Open it, without a last line that broke off."""
-        self._file = path.open("ab+")
+        self._file = open_in_place(path, "ab+")
         self._file.seek(0)
         whole = self._file.read().rfind(b"\n") + 1
         self._file.truncate(whole)

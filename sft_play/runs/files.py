@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 Json = dict[str, Any]  # a JSON object: a record, a message, a function, facts of a run
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP)  # some FUSE and CIFS mounts
@@ -99,6 +99,24 @@ def write_bytes(path: Path, data: bytes) -> None:
         rename(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def open_in_place(path: Path, mode: str) -> IO[Any]:
+    """Open a file that a run writes in parts; never through a link, which may lead anywhere.
+
+    Raises: OSError, for a link ELOOP, and for a pipe or a device EEXIST.
+    """
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=open_descriptor)
+
+
+def open_descriptor(path: str | Path, flags: int) -> int:
+    """Open a regular file that is no link. Raises: as `open_in_place`."""
+    with naming(Path(path)):
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EEXIST, "Not a regular file", str(path))
+    return descriptor
 
 
 def share(folder: Path) -> None:

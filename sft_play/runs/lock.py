@@ -19,7 +19,7 @@ from pathlib import Path
 
 from sft_play.errors import EnvironmentFault
 from sft_play.process_id import ProcessId
-from sft_play.runs.files import is_local, sync
+from sft_play.runs.files import is_local, open_descriptor, sync
 
 NAME = "run.lock"
 # What the front end writes before run.json
@@ -96,7 +96,7 @@ def shared(folder: Path) -> Iterator[None]:
 def claimed(folder: Path) -> Iterator[bool]:
     """Keep others out of a run folder, to rename or remove it; yields False if a run uses it."""
     try:
-        descriptor = os.open(folder / NAME, os.O_RDWR)
+        descriptor = open_descriptor(folder / NAME, os.O_RDWR)
     except FileNotFoundError:
         yield _silent_seconds(folder) > SILENT_SECONDS
         return
@@ -115,7 +115,7 @@ def used_alone(folder: Path) -> Iterator[None]:
 
     Raises: EnvironmentFault while a run or another such command has it.
     """
-    (folder / NAME).touch()
+    os.close(_open(folder))
     with claimed(folder) as is_free:
         if not is_free:
             raise EnvironmentFault(
@@ -229,7 +229,7 @@ def _refusal(folder: Path, holder: ProcessId | None) -> EnvironmentFault:
 
 
 def _open(folder: Path) -> int:
-    return os.open(folder / NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    return open_descriptor(folder / NAME, os.O_RDWR | os.O_CREAT)
 
 
 def _lock(descriptor: int, kind: int) -> bool | None:

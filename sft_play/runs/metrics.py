@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import TypeAdapter
 
-from sft_play.runs.files import json_line, write_text
+from sft_play.runs.files import json_line, open_in_place, write_text
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def _adapter() -> TypeAdapter[MetricsLine]:
 
 def append(path: Path, line: MetricsLine) -> None:
     """Add a line to the file."""
-    with path.open("a", encoding="utf-8") as file:
+    with open_in_place(path, "a") as file:
         file.write(line.to_json())
 
 

@@ -22,6 +22,7 @@ from transformers import TrainerCallback, TrainerState
 from sft_play.plan.devices import NvmlUnavailable, sample_gpus
 from sft_play.process import Process
 from sft_play.runs import metrics
+from sft_play.runs.files import rename
 from sft_play.runs.metrics import GpuSample, MetricsLine
 from sft_play.training.context import RunContext
 from sft_play.training.events import NO_DETAILS, LogDetails
@@ -226,7 +227,10 @@ class StepTrace(TrainerCallback):
         if profiler.step_num < FIRST_STEP:
             return  # training ended while FIRST_STEP was about to start
         self.path.parent.mkdir(exist_ok=True)
-        profiler.export_chrome_trace(str(self.path))
+        temporary = self.path.with_name(f".{self.path.name}")
+        temporary.unlink(missing_ok=True)  # a link would be followed
+        profiler.export_chrome_trace(str(temporary))
+        rename(temporary, self.path)
         logger.info("trace of %d training steps: %s", self.steps, self.path)
 
 

@@ -26,6 +26,7 @@ from sft_play.errors import ExitClass
 from sft_play.process import Process
 from sft_play.process_id import ProcessId
 from sft_play.progress import EVERY_SECONDS
+from sft_play.runs.files import open_in_place
 from sft_play.training import peers, runtime
 from sft_play.training.context import RunContext
 from sft_play.training.preflight import limited
@@ -161,7 +162,7 @@ class RankWatch(TrainerCallback):
         self._step_began: float | None = None
         self._closed = threading.Event()
         # the file to which this process writes its stacks on SHOW_STACKS
-        self._stacks = (logs / f"rank-{process.rank}.stacks").open("w", encoding="utf-8")
+        self._stacks = open_in_place(logs / f"rank-{process.rank}.stacks", "w")
         faulthandler.register(SHOW_STACKS, self._stacks, all_threads=True)
         tasks = [self._check]
         if self.peers:

@@ -34,6 +34,7 @@ from sft_play.training import peers
 
 logger = logging.getLogger(__name__)
 file_only = logging.getLogger("traceback")  # the terminal shows only warnings of sft_play
+file_only.addHandler(logging.NullHandler())  # before the log file is open they go nowhere
 
 # torch is not imported here because that takes seconds: signals are recorded meanwhile
 Explain = Callable[[BaseException], tuple[str, OutOfMemoryReport]]  # the cause in one line

@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
+from typing import TextIO
 
 import torch
 from accelerate import PartialState
@@ -19,6 +21,7 @@ from sft_play.plan.ranks import Ranks, precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process
 from sft_play.progress import VisibleFormatter
+from sft_play.runs.files import open_in_place
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.training.peers import rank
 
@@ -119,6 +122,9 @@ class LogFile(logging.FileHandler):
     """A log file that warns once if it cannot be written (e.g. full disk): the run continues."""
 
     cannot_be_written = False
+
+    def _open(self) -> TextIO:
+        return open_in_place(Path(self.baseFilename), self.mode)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

@@ -1,6 +1,7 @@
 """Faults of disks: full ones, read-only ones, folders that are gone. They need root, for mounts."""
 
 import contextlib
+import errno
 import os
 import shutil
 import subprocess
@@ -256,12 +257,45 @@ def little_room(bench: Bench) -> Outcome:
         return called(bench, {"train.output_dir": small})
 
 
+def refused_rename(number: int) -> Callable[[Bench], Outcome]:
+    """Return an injection: the system refuses to rename a checkpoint, by a number of errno."""
+
+    def inject(bench):
+        replace = os.replace
+
+        def refuse(source, target):
+            if Path(target).name == "checkpoint-2":
+                raise OSError(number, os.strerror(number), str(source), None, str(target))
+            replace(source, target)
+
+        with patch.object(os, "replace", refuse):
+            return bench.run({"train.max_steps": 3})
+
+    return inject
+
+
 def unclassified(error: BaseException) -> Failure:
     return Failure(ExitClass.UNEXPECTED, repr(error))
 
 
 CLASSES = Guard("sft_play.training.classify:classify", unclassified)
 ROWS = (
+    *(
+        Fault(
+            f"rename-{errno.errorcode[number]}",
+            f"renaming a checkpoint ends with {errno.errorcode[number]}",
+            refused_rename(number),
+            ExitClass.ENVIRONMENT,
+            (os.strerror(number), ".staging/checkpoint-2 to ", says),
+            Guard("sft_play.errors:OF_PATH", {}),
+            loses=1,
+        )
+        for number, says in (
+            (errno.EXDEV, "on two disks: mount none inside the folder of a run"),
+            (errno.ENOTEMPTY, "end what writes it, or move it away"),
+            (errno.EEXIST, "end what writes it, or move it away"),
+        )
+    ),
     Fault(
         "full-disk",
         "the disk (a tmpfs) fills while a checkpoint is saved",

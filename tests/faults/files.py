@@ -12,14 +12,20 @@ from unittest.mock import patch
 
 from faults.bench import Bench, Fault, Guard, Outcome, newest
 from sft_play.data import cache
-from sft_play.errors import ExitClass, SftPlayError
+from sft_play.errors import ExitClass, SftPlayError, disk_errors_in_words
 from sft_play.inference.load import checked_weights
-from sft_play.runs import checkpoints, seal, stamp
-from sft_play.runs.files import write_json
+from sft_play.runs import checkpoints, lock, metrics, seal, stamp
+from sft_play.runs.answer_file import Part
+from sft_play.runs.files import open_in_place, write_json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.metrics import MetricsLine
 from sft_play.runs.model_folder import refuse_unsafe_base
+from sft_play.runs.publishing import FILES as FILES_OF_EXPORT
+from sft_play.runs.publishing import Target
+from sft_play.training.runtime import LogFile
 
 NEWEST = "checkpoint-3"
+Inject = Callable[[Bench], Outcome]
 Damage = Callable[[Path], None]  # of a folder of checkpoints
 
 
@@ -257,7 +263,84 @@ def weights(damage: Damage) -> Callable[[Bench], Outcome]:
     return inject
 
 
+def replaced(name: str, write: Callable[[Path], object]) -> Inject:
+    """Return an injection: a file of a run is a link to one of the user."""
+
+    def inject(bench):
+        notes, path = bench.folder / "notes.txt", bench.folder / "run" / name
+        notes.write_text("mine\n" * 1000)
+        path.parent.mkdir(parents=True)
+        path.symlink_to(notes)
+
+        def written():
+            with disk_errors_in_words():
+                write(path)
+
+        outcome = refused(written)
+        assert notes.read_text() == "mine\n" * 1000, "a file of the user was written"
+        return outcome
+
+    return inject
+
+
+def take_lock(path: Path) -> None:
+    lock.take(path.parent, print)
+    lock.release(path.parent)
+
+
+def two_exports(bench: Bench) -> Outcome:
+    """Two exports write one folder at once."""
+    target = Target(bench.folder / "out", "export adapter", is_named=True)
+
+    def second():
+        with target.staged() as work:
+            (work / FILES_OF_EXPORT).mkdir(exist_ok=True)
+
+    with target.staged() as work:
+        (work / FILES_OF_EXPORT).mkdir()
+        (work / FILES_OF_EXPORT / "weights").write_text("of the first")
+        outcome = refused(second)
+    assert (bench.folder / "out" / "weights").exists(), "sealed without its weights"
+    return outcome
+
+
+def open_anything(path: Path, flags: int) -> int:
+    return os.open(path, flags, 0o666)
+
+
+LINKED = Guard("sft_play.runs.files:open_descriptor", open_anything)
+LOCKED = Guard("sft_play.runs.lock:open_descriptor", open_anything)
+IN_PLACE = tuple(
+    Fault(
+        f"link-{Path(name).name}",
+        f"{name} in the folder of a run is a link to a file of the user",
+        replaced(name, write),
+        ExitClass.ENVIRONMENT,
+        ("Too many levels of symbolic links", name, "put the file or folder itself there"),
+        guard,
+        5,
+        is_quick=True,
+    )
+    for name, write, guard in (
+        (lock.NAME, take_lock, LOCKED),
+        ("metrics.jsonl", lambda path: metrics.append(path, MetricsLine(1, 2)), LINKED),
+        ("logs/rank-0.log", lambda path: LogFile(path).close(), LINKED),
+        ("logs/rank-0.stacks", lambda path: open_in_place(path, "w").close(), LINKED),
+        ("a.jsonl.parts/0.jsonl", lambda path: Part(path).close(), LINKED),
+    )
+)
 OTHERS = (
+    *IN_PLACE,
+    Fault(
+        "two-exports",
+        "two exports write one folder at once",
+        two_exports,
+        ExitClass.ENVIRONMENT,
+        ("another command writes it now", "name another OUT="),
+        Guard("sft_play.runs.lock:_lock", lambda *_: True),
+        5,
+        is_quick=True,
+    ),
     Fault(
         "half-written",
         "a folder checkpoint-4 has only some of its files",
