@@ -1,6 +1,7 @@
 """eval, infer and chat of weights that no run here has made: model folders and PEFT adapters."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -239,7 +240,16 @@ def test_an_adapter_whose_file_lacks_layers_is_refused(call, adapter):
     tensors = {name: value for name, value in load_file(path).items() if "layers.0" in name}
     save_file(tensors, path, metadata={"format": "pt"})
     found = call("eval", adapter).exception
-    assert isinstance(found, CheckpointError) and "has no weights for some" in str(found)
+    assert isinstance(found, CheckpointError) and "describes are missing, model.layers.1" in str(
+        found
+    )
+
+
+def test_an_adapter_with_tensors_that_nothing_takes_is_refused(call, adapter, taught_base):
+    changed(adapter, target_modules=["q_proj"])
+    found = call("eval", adapter).exception
+    assert isinstance(found, CheckpointError), found
+    assert re.search(rf"tensors .*, model.layers.0.mlp\S+ first; is {taught_base} the", str(found))
 
 
 def test_an_adapter_of_a_stretched_rope_is_refused_over_a_base_with_its_own(

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,7 +42,6 @@ from sft_play.runs.model_folder import ModelFolder
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_TOKENS = 2048  # of an answer if generation_max_new_tokens is auto
-MISSING = "missing adapter keys"  # of PEFT's warning, after which it continues with zeros
 
 
 @dataclass(frozen=True)
@@ -288,22 +286,13 @@ def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> Pre
         _refuse_other_rope(weights, base)
         over, advice = f" over {folder.base}", "is that the base it was trained on?"
     try:
-        with warnings.catch_warnings(record=is_other) as caught:
-            if is_other:
-                warnings.simplefilter("always")
-            model = expert_adapters.load_adapter(base, weights)
+        return expert_adapters.load_adapter(base, weights)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         if is_out_of_memory(error):  # this is not the adapter's fault
             raise
         raise CheckpointError(
             f"{weights}: the adapter cannot be loaded{over} ({why_not_fitting(error)}); {advice}"
         ) from error
-    if any(MISSING in str(warning.message) for warning in caught or ()):
-        raise CheckpointError(
-            f"{weights}: its file has no weights for some of the layers that its "
-            f"adapter_config.json names in {folder.base}; {advice}"
-        )
-    return model
 
 
 def _refuse_other_rope(weights: Path, base: PreTrainedModel) -> None:
