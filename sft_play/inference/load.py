@@ -319,11 +319,15 @@ def quiet_libraries() -> Iterator[None]:
     """
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
+    logging.lastResort.addFilter(_is_own)  # the handler of these commands
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.lastResort.removeFilter(_is_own)
+
+
+def _is_own(record: logging.LogRecord) -> bool:
+    return record.name.startswith("sft_play") or record.levelno >= logging.ERROR
 
 
 def sampling_of(generation: GenerationConfig, request: SamplingRequest) -> Sampling | None:
