@@ -95,13 +95,29 @@ def test_eval_says_what_it_took_from_the_folder_and_writes_outside_it(
     lines = call("eval", adapter).stdout.splitlines()
     assert lines[1:4] == [
         f"model {adapter} over {taught_base} in float32",
-        f"template of {taught_base}",
+        f"template of {taught_base}, because the adapter has none",
         "stops <|end|> (its base's)",
     ]
     answers = lines[-1].removeprefix("answers ")
     assert answers.startswith(str(tmp_path / "outputs" / "models" / "adapter-"))
     assert answers_in(answers) == [said for _, said in TESTED]
     assert sorted(adapter.iterdir()) == before
+
+
+def test_the_template_of_an_adapter_is_its_own_or_that_of_its_base(call, adapter, taught_base):
+    of_base = scores(call("eval", adapter))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(taught_base / name, adapter)
+    found = call("eval", adapter)
+    assert f"template of {taught_base}, because the adapter has none" in found.stdout
+    assert scores(found) == of_base
+    template = (taught_base / "chat_template.jinja").read_text()
+    (adapter / "chat_template.jinja").write_text(f"Hello. {template}")
+    found = call("eval", adapter)
+    assert f"template of {adapter}, with which the adapter was trained" in found.stdout
+    assert scores(found) != of_base
+    (adapter / "tokenizer.json").unlink()
+    assert scores(call("eval", adapter)) == scores(found)
 
 
 def test_stops_that_no_answer_ends_with_are_a_warning(call, taught_base, tmp_path):

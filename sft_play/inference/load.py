@@ -19,6 +19,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import ImageInputs
 from sft_play.data.render import images_of, render_prompt
 from sft_play.data.rows import InvalidRowError, Json, Message, PromptIds, Row
+from sft_play.data.template_sources import templates_in
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError, DataError, is_out_of_memory
 from sft_play.evaluation.generate import Generator, Sampling
@@ -179,10 +180,15 @@ def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
     Raises: CheckpointError as `checked_weights`; EnvironmentFault if there is none.
     """
     saved = config_of_weights(config, checked_weights(folder, config))
-    if isinstance(folder, ModelFolder):
-        name, revision = folder.tokenizer_source
-        saved = saved.changed({"model.name": name, "model.revision": revision})
-    return load_tokenizer(saved)
+    if not isinstance(folder, ModelFolder) or folder.base is None:
+        return load_tokenizer(saved)
+    adapter = {"model.adapter": str(folder.path)}  # its chat template comes first
+    name, revision = folder.tokenizer_source
+    own = load_tokenizer(saved.changed({"model.name": name, "model.revision": revision, **adapter}))
+    if name != folder.base and not templates_in(folder.path):
+        base = {"model.name": folder.base, "model.revision": folder.revision}
+        own.chat_template = load_tokenizer(saved.changed(base)).chat_template
+    return own
 
 
 def joined(trained: TrainedModel, place: Place | None) -> TrainedModel:
@@ -271,7 +277,8 @@ def config_of_weights(config: Config, weights: Path) -> Config:
 
     The chat template is then the one saved in that folder.
     """
-    values = {"name": str(weights), "revision": None, "chat_template": None, "template_kwargs": {}}
+    values = {"name": str(weights), "template_kwargs": {}}
+    values |= dict.fromkeys(("revision", "chat_template", "adapter"))
     return config.changed({f"model.{name}": value for name, value in values.items()})
 
 

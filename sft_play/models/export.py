@@ -26,6 +26,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from sft_play.data.render import IGNORE_INDEX, stop_ids
 from sft_play.data.rows import Json
 from sft_play.data.store import Split
+from sft_play.data.template_sources import TEMPLATE_FILE
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.files import read_json, write_json, write_text
 
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 GENERATION_TAG = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 OF_LOADING = ("is_local", "local_files_only")  # transformers 5 saves how it loaded the model
-TEMPLATE_FILE = "chat_template.jinja"
 COUNTED_ROWS = 1000  # a template ends the answers of every row in the same way
 # Padding tokens that vocabularies have, for tokenizers that do not name one
 PAD_TOKENS = """
