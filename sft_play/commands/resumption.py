@@ -1,5 +1,6 @@
 """RESUME: whether a train command resumes the run of its name, and whether it may. No torch."""
 
+import shutil
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -10,12 +11,13 @@ from sft_play.config.layers import defaults, displayed
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.messages import word
 from sft_play.config.on_resume import OnResume, of_class
-from sft_play.config.schema import env_name
-from sft_play.errors import ConfigError
+from sft_play.config.schema import Config, env_name
+from sft_play.errors import CheckpointError, ConfigError
 from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
 from sft_play.runs import checkpoints, lock, stamp
 from sft_play.runs.checkpoints import has_checkpoint
+from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.resumed import (
     AskedRun,
@@ -27,6 +29,10 @@ from sft_play.runs.resumed import (
 
 RESUME_FROM = "train.resume_from"
 ELASTIC = "train.elastic"
+# Settings of train with which answers have other scores
+OF_ANSWERS = """
+predict_with_generate generation_max_new_tokens generation_num_beams generation_max_rows metrics
+""".split()
 
 
 class Resumption(NamedTuple):
@@ -184,9 +190,13 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
         print(f"resume {change.path} was {word(change.then)} and is {word(change.now)}")
 
 
-def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
-    """Refuse to resume on other rows, once they are tokenized. Raises CheckpointError."""
+def check_resumed_rows(folder: RunFolder, planned: PlannedRun, before: Json | None) -> None:
+    """Refuse to resume on other rows, once they are tokenized.
+
+    `before` is data.json of the resumed run, None if there is none. Raises: CheckpointError.
+    """
     from sft_play.data.assemble import DataFacts
+    from sft_play.data.sources import changed_sources
 
     if planned.config.train.resume_from is None:
         return
@@ -195,4 +205,39 @@ def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
     digests = [source.digest for split in sources.values() for source in split]
     data_digest = stamp.digest_of_text(*digests)
     rows_per_step = planned.plan.layout.rows_per_step
-    refuse_other_steps(checkpoint, stamp.read(checkpoint), data_digest, rows_per_step)
+    try:
+        refuse_other_steps(checkpoint, stamp.read(checkpoint), data_digest, rows_per_step)
+    except CheckpointError as error:
+        if before is None:
+            raise
+        if is_in_place(folder.path, planned.config.train.resume_from):
+            folder.write_data(before)
+        changed = changed_sources(before, planned.config).items()
+        lines = [f"  {setting}: {'; '.join(reasons)}" for setting, reasons in changed]
+        raise CheckpointError("\n".join([str(error), *lines])) from error
+
+
+def take_over_before(folder: RunFolder, config: Config) -> dict[str, float | int]:
+    """Return the scores of a resumed run's base, and copy their rows into a new run's folder.
+
+    Return {} if there are none, or if answers are scored with other settings now. The rows are
+    the same: other rows are refused later.
+    """
+    run = resumed_run(config.train.resume_from)
+    before = run.read_report().scores("before") if run is not None else {}
+    if "rows" not in before:  # it does not say which rows were scored
+        return {}
+    then = run.read_config().train
+    for name in OF_ANSWERS:
+        if getattr(config.train, name) not in ("auto", getattr(then, name)):
+            return {}
+    for path in run.evaluation.glob("before.*jsonl"):
+        folder.evaluation.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder.evaluation)
+    return before
+
+
+def data_of_resumed(resume_from: str | None) -> Json | None:
+    """Return data.json of the run that is resumed, None if there is none."""
+    run = resumed_run(resume_from)
+    return run.read_data() if run is not None and (run.path / "data.json").is_file() else None

@@ -32,9 +32,11 @@ from sft_play.commands.plan import (
 from sft_play.commands.resumption import (
     check_resume,
     check_resumed_rows,
+    data_of_resumed,
     is_in_place,
     plan_of_resumed,
     resumption,
+    take_over_before,
 )
 from sft_play.config import place as places
 from sft_play.config.backends import BACKENDS
@@ -172,7 +174,7 @@ def prepare_run(
     planned = replace(planned, plan=replace(planned.plan, launch=command))
     AskedRun.of(loaded, repeating_command(call, planned.plan, backend)).write(folder)
     planned.write(folder)  # plan.json identifies a run folder
-    folder.write_report(planned_report(folder))
+    folder.write_report(planned_report(folder, planned.config))
     print(report.plan_line(planned))
     print(f"run {folder.path}")
     print(f"watch it from another terminal: make watch RUN={folder.path}")
@@ -188,10 +190,11 @@ def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -
     from sft_play.data.pipeline import tokenize_run
 
     unpacked = planned.plan.layout.micro_batches
+    before = data_of_resumed(planned.config.train.resume_from)  # its folder may be this run's
     planned = tokenize_run(folder, planned)
     if earlier is not None:
         planned = planned.as_before(earlier)
-    check_resumed_rows(folder, planned)
+    check_resumed_rows(folder, planned, before)
     planned.write(folder)  # now known: micro-batches of a packed step, the longest answer
     if planned.plan.packing:
         print(report.packing_line(planned.plan, unpacked))
@@ -199,10 +202,10 @@ def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -
     return planned
 
 
-def planned_report(folder: RunFolder) -> RunReport:
+def planned_report(folder: RunFolder, config: Config) -> RunReport:
     """Return the run.json of a run that has not started; this process will be its launcher."""
     earlier = folder.read_report()  # of the launch that is resumed
-    before = earlier.scores("before")
+    before = earlier.scores("before") or take_over_before(folder, config)
     return RunReport(
         run=folder.name,
         run_id=earlier.run_id or secrets.token_hex(8),

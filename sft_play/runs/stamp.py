@@ -7,6 +7,7 @@ load something else is refused.
 import hashlib
 import json
 import platform
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,12 @@ NAME = "stamp.json"
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 64
 PACKAGES = "torch transformers accelerate peft bitsandbytes deepspeed liger-kernel unsloth".split()
+# Settings by the precision that they choose
+PRECISIONS = {
+    "bf16": "TRAIN_BF16=true",
+    "fp16": "TRAIN_FP16=true",
+    "float32": "TRAIN_BF16=false TRAIN_FP16=false",
+}
 SHAPE = {"r", "alpha", "dropout", "target_modules", "use_rslora"}  # settings of tuning.lora
 # Facts that may be null or empty in a stamp
 MAY_BE_EMPTY = """
@@ -194,14 +201,45 @@ def refuse_mismatch(folder: Path, now: Binding, allow_backend_change: bool = Fal
         differing = [line for line in differing if not line.startswith(allowed)]
     if not differing:
         return stamp
-    same = f"TUNING_BACKEND={stamp.backend} TUNING_MODE={stamp.mode}"
-    facts = "\n  ".join(differing)
+    lines = [*differing, *_remedies(folder, stamp, now, {line.split(":")[0] for line in differing})]
     raise CheckpointError(
-        f"{folder} cannot be resumed by this run:\n  {facts}\n"
-        f"Resume it with what it was trained with ({same}), or start again without "
-        "train.resume_from. TRAIN_ALLOW_BACKEND_CHANGE=true lets another backend continue with it "
-        "at your own risk."
+        f"{folder} cannot be resumed by this run:\n  " + "\n  ".join(lines) + "\nTo start a new "
+        "run, leave out TRAIN_RESUME_FROM and set a new RUN."
     )
+
+
+def _remedies(folder: Path, stamp: Stamp, now: Binding, names: set[str]) -> Iterator[str]:
+    """Yield what to type for each fact by which a checkpoint cannot be resumed."""
+    base = now.base_model
+    if names & {"backend", "mode", "quantisation"}:
+        yield f"Resume it with TUNING_BACKEND={stamp.backend} TUNING_MODE={stamp.mode}."
+        if "mode" not in names:
+            yield "TRAIN_ALLOW_BACKEND_CHANGE=true resumes it with the other at your own risk."
+    if "base_digest" in names:
+        yield (
+            f"The weights or config.json of {base} have changed since: put them back, or set "
+            "MODEL_NAME to a copy of the base as it was."
+        )
+    if "precision" in names:
+        settings = PRECISIONS[stamp.precision or "float32"]
+        yield f"Type {settings}, on hardware that computes in {stamp.precision}."
+    if "tokenizer_digest" in names:
+        yield (
+            f"The tokenizer of {base} has changed since: put its files back; "
+            f"{folder / 'tokenizer.json'} has the run's vocabulary."
+        )
+    if "template_digest" in names:
+        yield f"The chat template, {getattr(now, 'template', base)}, has changed since."
+        run = folder.parent.parent
+        for weights in (run / "adapter", run / "model", folder):  # a checkpoint may be rotated
+            path = weights / "chat_template.jinja"
+            if path.is_file() and _has_digest(path, stamp.template_digest):
+                yield f"Type MODEL_CHAT_TEMPLATE={path} to resume with the run's."
+                return
+
+
+def _has_digest(path: Path, digest: str | None) -> bool:
+    return digest_of_text(path.read_bytes().decode("utf-8", errors="replace")) == digest
 
 
 def refuse_other_base(folder: Path, now: Binding) -> Stamp:

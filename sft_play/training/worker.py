@@ -221,10 +221,11 @@ def before_first_step(
             check_cross_document(loop.engine.wrapped, loop.collator, vocabulary, device)
     before = recorder.report.metrics.get("before")
     if before is None:
-        held_out.score("before")
-    elif "rows" in before:  # the run resumes in its folder
+        # weights that are already trained are not the base
+        before = held_out.score("resumed" if loop.state.global_step else "before")
+    elif "rows" in before:  # of the run that is resumed
         held_out.evaluator.limit(before["rows"], before.get("answers", 0))
-    warning = loop.loss_watch.start(recorder.report.metrics["before"]["eval_loss"])
+    warning = loop.loss_watch.start(before["eval_loss"])
     if warning is not None and recorder.rank == 0:
         logger.warning("warning: %s", warning)
     if not context.plan.layout.checkpointed_layers:  # a recomputed layer frees its copies
