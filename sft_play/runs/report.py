@@ -116,7 +116,7 @@ class Check:
     """One check that a run made, and what it found."""
 
     name: str
-    passed: bool
+    passed: bool | None  # None: it was not made
     found: str | None = None  # what the check says beyond its name
 
 

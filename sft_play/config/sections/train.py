@@ -356,7 +356,8 @@ class TrainSection(Section):
     reopen_saved: bool | Auto = Field(
         "auto",
         description="Open saved weights with plain transformers in a fresh process, and compare "
-        "their scores of a few rows with the run's; auto: 40 GB on a GPU with room, 0.5 on a CPU.",
+        "their scores of a few rows with the run's; auto: if memory has room, and above 40 GB "
+        "(0.5 GB on a CPU) if it takes at most a tenth of the training.",
     )
     extend: bool = Field(
         False,
