@@ -386,7 +386,7 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
         folder = training.new_run(call, loaded, planned.config)
         planned.write(folder)
         AskedRun.of(loaded, "make train").write(folder)
-        folder.write_report(training.planned_report(folder, planned.config))
+        folder.write_report(training.planned_report(folder))
         tokenize_run(folder, planned).write(folder)
         return folder
 

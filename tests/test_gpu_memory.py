@@ -113,7 +113,7 @@ def plan(settings_of, tmp_path):
         folder = training.new_run(call, loaded, planned.config)
         planned.write(folder)
         AskedRun.of(loaded, "make train").write(folder)
-        folder.write_report(training.planned_report(folder, planned.config))
+        folder.write_report(training.planned_report(folder))
         planned = tokenize_run(folder, planned)
         planned.write(folder)
         ranks = planned.plan.ranks

@@ -316,8 +316,8 @@ def test_a_template_that_was_edited_is_named_and_the_remedy_works(
     refused = plan_run(again)
     assert run_worker(refused) == ExitClass.CHECKPOINT
     cause = run_json(refused)["cause"]
-    assert f"{file}, has changed since" in cause and "ALLOW_BACKEND" not in cause
-    remedy = re.search(r"MODEL_CHAT_TEMPLATE=(\S+) to resume", cause)[1]
+    assert f"({file}) has changed since" in cause and "ALLOW_BACKEND" not in cause
+    remedy = re.search(r"MODEL_CHAT_TEMPLATE=(\S+) resumes", cause)[1]
     resumed = plan_run({**again, "model.chat_template": remedy})
     assert run_worker(resumed) == 0
     assert run_json(resumed)["metrics"]["before"] == before, "the base's, not step 1's"

@@ -1,6 +1,5 @@
 """RESUME: whether a train command resumes the run of its name, and whether it may. No torch."""
 
-import shutil
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -11,7 +10,7 @@ from sft_play.config.layers import defaults, displayed
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.messages import word
 from sft_play.config.on_resume import OnResume, of_class
-from sft_play.config.schema import Config, env_name
+from sft_play.config.schema import env_name
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
@@ -29,10 +28,6 @@ from sft_play.runs.resumed import (
 
 RESUME_FROM = "train.resume_from"
 ELASTIC = "train.elastic"
-# Settings of train with which answers have other scores
-OF_ANSWERS = """
-predict_with_generate generation_max_new_tokens generation_num_beams generation_max_rows metrics
-""".split()
 
 
 class Resumption(NamedTuple):
@@ -215,26 +210,6 @@ def check_resumed_rows(folder: RunFolder, planned: PlannedRun, before: Json | No
         changed = changed_sources(before, planned.config).items()
         lines = [f"  {setting}: {'; '.join(reasons)}" for setting, reasons in changed]
         raise CheckpointError("\n".join([str(error), *lines])) from error
-
-
-def take_over_before(folder: RunFolder, config: Config) -> dict[str, float | int]:
-    """Return the scores of a resumed run's base, and copy their rows into a new run's folder.
-
-    Return {} if there are none, or if answers are scored with other settings now. The rows are
-    the same: other rows are refused later.
-    """
-    run = resumed_run(config.train.resume_from)
-    before = run.read_report().scores("before") if run is not None else {}
-    if "rows" not in before:  # it does not say which rows were scored
-        return {}
-    then = run.read_config().train
-    for name in OF_ANSWERS:
-        if getattr(config.train, name) not in ("auto", getattr(then, name)):
-            return {}
-    for path in run.evaluation.glob("before.*jsonl"):
-        folder.evaluation.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, folder.evaluation)
-    return before
 
 
 def data_of_resumed(resume_from: str | None) -> Json | None:

@@ -36,7 +36,6 @@ from sft_play.commands.resumption import (
     is_in_place,
     plan_of_resumed,
     resumption,
-    take_over_before,
 )
 from sft_play.config import place as places
 from sft_play.config.backends import BACKENDS
@@ -174,7 +173,7 @@ def prepare_run(
     planned = replace(planned, plan=replace(planned.plan, launch=command))
     AskedRun.of(loaded, repeating_command(call, planned.plan, backend)).write(folder)
     planned.write(folder)  # plan.json identifies a run folder
-    folder.write_report(planned_report(folder, planned.config))
+    folder.write_report(planned_report(folder))
     print(report.plan_line(planned))
     print(f"run {folder.path}")
     print(f"watch it from another terminal: make watch RUN={folder.path}")
@@ -202,10 +201,10 @@ def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -
     return planned
 
 
-def planned_report(folder: RunFolder, config: Config) -> RunReport:
+def planned_report(folder: RunFolder) -> RunReport:
     """Return the run.json of a run that has not started; this process will be its launcher."""
     earlier = folder.read_report()  # of the launch that is resumed
-    before = earlier.scores("before") or take_over_before(folder, config)
+    before = earlier.scores("before")
     return RunReport(
         run=folder.name,
         run_id=earlier.run_id or secrets.token_hex(8),

@@ -321,13 +321,14 @@ def _headers(path: Path) -> list[Header]:
             raise ValueError
         described = json.loads(file.read(length))
     described.pop("__metadata__", None)
-    for facts in described.values():
+    place = 0
+    for facts in sorted(described.values(), key=operator.itemgetter("data_offsets")):
         bits, (begin, end) = BITS.fullmatch(facts["dtype"].upper()), facts["data_offsets"]
         numbers = math.prod(map(operator.index, facts["shape"]))
-        if min(facts["shape"], default=0) < 0 or numbers * int(bits[1] or 8) != 8 * (end - begin):
+        is_whole = min(facts["shape"], default=0) >= 0 and begin == place
+        if not is_whole or numbers * int(bits[1] or 8) != 8 * (end - begin):
             raise ValueError
-    spans = sorted(tuple(facts["data_offsets"]) for facts in described.values())
-    ends = [0, *(end for _, end in spans)]
-    if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != size - 8 - length:
+        place = end
+    if place != size - 8 - length:
         raise ValueError
     return [Header(name, facts["dtype"].upper()) for name, facts in described.items()]

@@ -7,7 +7,6 @@ load something else is refused.
 import hashlib
 import json
 import platform
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from importlib import metadata
 from pathlib import Path
@@ -22,11 +21,21 @@ NAME = "stamp.json"
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 64
 PACKAGES = "torch transformers accelerate peft bitsandbytes deepspeed liger-kernel unsloth".split()
-# Settings by the precision that they choose
-PRECISIONS = {
-    "bf16": "TRAIN_BF16=true",
-    "fp16": "TRAIN_FP16=true",
-    "float32": "TRAIN_BF16=false TRAIN_FP16=false",
+# What to type for a fact by which a checkpoint cannot be resumed
+OTHER_BACKEND = (
+    "set TUNING_BACKEND={then.backend} TUNING_MODE={then.mode}, or "
+    "TRAIN_ALLOW_BACKEND_CHANGE=true to resume it with another backend at your own risk"
+)
+REMEDIES = {
+    "backend": OTHER_BACKEND,
+    "quantisation": OTHER_BACKEND,
+    "mode": "set TUNING_MODE={then.mode}",
+    "precision": "set TRAIN_BF16=true for bf16, TRAIN_FP16=true for fp16, none for float32",
+    "base_digest": "the weights or config.json of {now.base_model} have changed since: put them "
+    "back, or set MODEL_NAME to a copy of the base as it was",
+    "tokenizer_digest": "the tokenizer of {now.base_model} has changed since: put its files back; "
+    "{folder}/tokenizer.json has the run's vocabulary",
+    "template_digest": "the chat template ({now.template}) has changed since",
 }
 SHAPE = {"r", "alpha", "dropout", "target_modules", "use_rslora"}  # settings of tuning.lora
 # Facts that may be null or empty in a stamp
@@ -201,45 +210,19 @@ def refuse_mismatch(folder: Path, now: Binding, allow_backend_change: bool = Fal
         differing = [line for line in differing if not line.startswith(allowed)]
     if not differing:
         return stamp
-    lines = [*differing, *_remedies(folder, stamp, now, {line.split(":")[0] for line in differing})]
+    lines = []
+    for line in differing:
+        remedy = REMEDIES.get(line.partition(":")[0], "leave that setting out")
+        lines.append(f"  {line}; {remedy.format(folder=folder, then=stamp, now=now)}")
+    for place in ("../../adapter", "../../model", "."):  # a checkpoint may be rotated
+        path = (folder / place / "chat_template.jinja").resolve()
+        is_asked = differing[-1].startswith("template_digest:") and path.is_file()
+        if is_asked and digest_of_text(path.read_text("utf-8")) == stamp.template_digest:
+            lines.append(f"  MODEL_CHAT_TEMPLATE={path} resumes it with the run's template")
     raise CheckpointError(
-        f"{folder} cannot be resumed by this run:\n  " + "\n  ".join(lines) + "\nTo start a new "
-        "run, leave out TRAIN_RESUME_FROM and set a new RUN."
+        f"{folder} cannot be resumed by this run:\n" + "\n".join(lines) + "\nTo start a new run, "
+        "leave out TRAIN_RESUME_FROM and set a new RUN."
     )
-
-
-def _remedies(folder: Path, stamp: Stamp, now: Binding, names: set[str]) -> Iterator[str]:
-    """Yield what to type for each fact by which a checkpoint cannot be resumed."""
-    base = now.base_model
-    if names & {"backend", "mode", "quantisation"}:
-        yield f"Resume it with TUNING_BACKEND={stamp.backend} TUNING_MODE={stamp.mode}."
-        if "mode" not in names:
-            yield "TRAIN_ALLOW_BACKEND_CHANGE=true resumes it with the other at your own risk."
-    if "base_digest" in names:
-        yield (
-            f"The weights or config.json of {base} have changed since: put them back, or set "
-            "MODEL_NAME to a copy of the base as it was."
-        )
-    if "precision" in names:
-        settings = PRECISIONS[stamp.precision or "float32"]
-        yield f"Type {settings}, on hardware that computes in {stamp.precision}."
-    if "tokenizer_digest" in names:
-        yield (
-            f"The tokenizer of {base} has changed since: put its files back; "
-            f"{folder / 'tokenizer.json'} has the run's vocabulary."
-        )
-    if "template_digest" in names:
-        yield f"The chat template, {getattr(now, 'template', base)}, has changed since."
-        run = folder.parent.parent
-        for weights in (run / "adapter", run / "model", folder):  # a checkpoint may be rotated
-            path = weights / "chat_template.jinja"
-            if path.is_file() and _has_digest(path, stamp.template_digest):
-                yield f"Type MODEL_CHAT_TEMPLATE={path} to resume with the run's."
-                return
-
-
-def _has_digest(path: Path, digest: str | None) -> bool:
-    return digest_of_text(path.read_bytes().decode("utf-8", errors="replace")) == digest
 
 
 def refuse_other_base(folder: Path, now: Binding) -> Stamp:
