@@ -30,7 +30,7 @@ REMEDIES = {
     "backend": OTHER_BACKEND,
     "quantisation": OTHER_BACKEND,
     "mode": "set TUNING_MODE={then.mode}",
-    "precision": "set TRAIN_BF16=true for bf16, TRAIN_FP16=true for fp16, none for float32",
+    "precision": "set TRAIN_BF16=true for bf16, TRAIN_FP16=true for fp16, neither for float32",
     "base_digest": "the weights or config.json of {now.base_model} have changed since: put them "
     "back, or set MODEL_NAME to a copy of the base as it was",
     "tokenizer_digest": "the tokenizer of {now.base_model} has changed since: put its files back; "
@@ -219,6 +219,7 @@ def refuse_mismatch(folder: Path, now: Binding, allow_backend_change: bool = Fal
         is_asked = differing[-1].startswith("template_digest:") and path.is_file()
         if is_asked and digest_of_text(path.read_text("utf-8")) == stamp.template_digest:
             lines.append(f"  MODEL_CHAT_TEMPLATE={path} resumes it with the run's template")
+            break
     raise CheckpointError(
         f"{folder} cannot be resumed by this run:\n" + "\n".join(lines) + "\nTo start a new run, "
         "leave out TRAIN_RESUME_FROM and set a new RUN."
