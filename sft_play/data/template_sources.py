@@ -32,7 +32,7 @@ FindFile = Callable[[str], Path | None]  # a file of the model by its name, None
 # transformers ignores the one in tokenizer_config.json if additional_chat_templates/ has files.
 FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
 TEMPLATE_FILE = "chat_template.jinja"
-OTHER_TEMPLATES = "additional_chat_templates"  # a folder with <name>.jinja
+OTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # by their names
 # Templates of image-text models may accept contents only as lists of parts, and omit strings
 # silently. This converts strings to parts, for the roles that need it. The line break ends the
 # tag, so that the template still starts at the beginning of a line.
@@ -134,7 +134,7 @@ def _chosen(own: Any, find: FindFile, model: ModelSection) -> Template:
     named = _completed(_by_name(own), find, wanted)
     of_adapter = templates_in(Path(model.adapter)) if model.adapter else {}
     if of_adapter and of_adapter != named:
-        _say_template_of(model.adapter, model.name if named else None)
+        _say_template_of(model.adapter, model.name)
         named = of_adapter
     if not named and setting is None:
         _say_without_template(model.name)
@@ -165,14 +165,11 @@ def _completed(named: dict[str, str], find: FindFile, wanted: str = "default") -
 
 def templates_in(folder: Path) -> dict[str, str]:
     """Return the chat templates in a folder by their names; {} if there are none."""
-    named = {path.stem: read_text(path) for path in folder.glob(f"{OTHER_TEMPLATES}/*.jinja")}
+    named = {path.stem: read_text(path) for path in folder.glob(OTHER_TEMPLATES)}
     if (folder / TEMPLATE_FILE).is_file():
         named["default"] = read_text(folder / TEMPLATE_FILE)
-
-    def find(file: str) -> Path | None:
-        return folder / file if (folder / file).is_file() else None
-
-    return _completed(named, find)
+    files = {path.name: path for path in folder.glob("*.json")}
+    return _completed(named, files.get)
 
 
 def _by_name(templates: Any) -> dict[str, str]:
@@ -190,11 +187,12 @@ def _by_name(templates: Any) -> dict[str, str]:
 
 
 @functools.cache  # one line a process
-def _say_template_of(adapter: str, base: str | None) -> None:
+def _say_template_of(adapter: str, base: str) -> None:
     logger.info(
-        "template: that of the adapter %s, which %s; MODEL_CHAT_TEMPLATE=mine.jinja sets another",
+        "template: that of the adapter %s, with which it was trained; %s has another or none; "
+        "MODEL_CHAT_TEMPLATE=mine.jinja sets another",
         adapter,
-        f"differs from that of {base}" if base else "its base does not have",
+        base,
     )
 
 

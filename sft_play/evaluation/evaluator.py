@@ -339,14 +339,15 @@ class Evaluator:
 def mean_loss(rows: Sequence[RowLoss], model: torch.nn.Module | None = None) -> float:
     """Return nats per labeled token; the order of the rows does not matter.
 
-    Raises: DivergedError when it is NaN or infinite, with the first weight of `model` that is.
+    Raises: DivergedError when it is NaN or infinite, with a weight of `model` that is.
     """
     nats = math.fsum(row.nats for row in rows)
     tokens = sum(row.tokens for row in rows)
     if not math.isfinite(nats):
-        named = model.named_parameters() if model is not None else ()
-        broken = next((name for name, weight in named if not weight.float().isfinite().all()), None)
-        reason = f"{broken} has NaN or infinity" if broken else "the weights give no finite loss"
+        reason = "the weights give no finite loss"
+        for name, weight in model.named_parameters() if model is not None else ():
+            if not weight.float().isfinite().all():
+                reason = f"{name} has NaN or infinity"
         raise DivergedError(
             f"eval_loss={nats} over {tokens} tokens: {reason}. If nothing was trained yet, it is "
             "in the model's files: get the model again. Otherwise train again with a lower "

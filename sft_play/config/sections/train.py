@@ -356,8 +356,8 @@ class TrainSection(Section):
     reopen_saved: bool | Auto = Field(
         "auto",
         description="Open saved weights with plain transformers in a fresh process, and compare "
-        "their scores of a few rows with the run's; auto: if memory has room, and above 40 GB "
-        "(0.5 GB on a CPU) if it takes at most a tenth of the training.",
+        "their scores of a few rows with the run's; auto: if memory and a tenth of the training "
+        "time allow it.",
     )
     extend: bool = Field(
         False,
