@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from sft_play.errors import ConfigError, EnvironmentFault
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.models import expert_adapters
 from sft_play.runs.adapter_options import (
     IGNORED,
@@ -94,6 +94,38 @@ def test_an_adapter_that_changed_its_base_is_loaded_as_by_peft_and_not_trained(
     torch.testing.assert_close(found, expected)
     with pytest.raises(ConfigError, match="init_lora_weights=pissa"):
         settings_of_adapter(str(pissa), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "saves_embeddings", "narrower"),
+    [
+        ({"use_dora": True}, False, {"use_dora": False}),
+        ({"lora_bias": True}, False, {"lora_bias": False}),
+        ({"trainable_token_indices": [1]}, False, {"trainable_token_indices": None}),
+        ({"modules_to_save": ["lm_head"]}, False, {"layers_to_transform": [1]}),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, True, {"target_modules": ["q_proj"]}),
+        ({"target_modules": ["q_proj", "v_proj"]}, True, {"exclude_modules": ["v_proj"]}),
+        ({"bias": "all"}, False, {"rank_pattern": {"q_proj": 4}}),
+    ],
+)
+def test_every_tensor_of_an_adapter_is_used_or_it_is_refused(
+    tiny_base: Path, tmp_path: Path, options, saves_embeddings: bool, narrower
+) -> None:
+    def base() -> AutoModelForCausalLM:
+        return AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
+
+    config = LoraConfig(task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **options})
+    model = get_peft_model(base(), config).eval()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(0.1)
+    model.save_pretrained(tmp_path, save_embedding_layers=saves_embeddings)
+    found = expert_adapters.load_adapter(base(), tmp_path)(IDS).logits
+    torch.testing.assert_close(found, model(IDS).logits)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | narrower))
+    with pytest.raises((CheckpointError, RuntimeError), match=r"\d tensors are in|size mismatch"):
+        expert_adapters.load_adapter(base(), tmp_path)
 
 
 def test_another_type_of_adapter_is_refused_before_any_weight_is_read(pissa: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from run_files import run_json
 from tiny_models import tiny_model
 
+from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.runs import earlier_adapter, seal, stamp
 
@@ -130,6 +131,21 @@ def test_a_resumed_run_needs_the_earlier_adapter_no_more(plan_run, run_worker, e
     )
     assert run_worker(resumed) == 0
     assert loss(resumed, "after") == loss(whole, "after")
+
+
+@pytest.mark.parametrize("setting", [None, "default"])
+def test_training_uses_and_saves_the_template_of_an_adapter_unless_one_is_set(
+    plan_run, run_worker, earlier, tmp_path, setting
+):
+    adapter = plain_adapter(earlier, tmp_path / "plain")
+    template = "Hello. " + (adapter / "chat_template.jinja").read_text()
+    (adapter / "chat_template.jinja").write_text(template)
+    (adapter / "tokenizer_config.json").unlink()
+    changes = {"model.adapter": adapter, "train.predict_with_generate": False}
+    folder = plan_run({**changes, "model.chat_template": setting})
+    assert run_worker(folder) == 0
+    saved = (folder.path / "adapter" / "chat_template.jinja").read_text()
+    assert saved.endswith(DEFAULT_TEMPLATE if setting else template)
 
 
 def test_an_adapter_whose_config_is_nested_without_end_is_refused_in_words(tmp_path):

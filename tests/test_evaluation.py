@@ -89,6 +89,13 @@ def test_the_loss_is_the_mean_over_all_labelled_tokens_row_by_row(untrained, spl
     assert found == pytest.approx(nats / tokens, rel=1e-6)  # float32 logits
 
 
+def test_a_loss_that_is_not_finite_names_the_weight_that_is_not(tiny_base, split, tokenizer):
+    model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()
+    model.model.norm.weight.data[3] = float("nan")
+    with pytest.raises(DivergedError, match=r"model\.norm\.weight has NaN .* get the model again"):
+        evaluator(split, tokenizer).score(model)
+
+
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_each_row_has_the_loss_that_it_has_alone(tiny_base, split, tokenizer, is_fused):
     model = AutoModelForCausalLM.from_pretrained(tiny_base).eval()

@@ -1,6 +1,7 @@
 """eval, infer and chat of weights that no run here has made: model folders and PEFT adapters."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -94,13 +95,29 @@ def test_eval_says_what_it_took_from_the_folder_and_writes_outside_it(
     lines = call("eval", adapter).stdout.splitlines()
     assert lines[1:4] == [
         f"model {adapter} over {taught_base} in float32",
-        f"template of {taught_base}",
+        f"template of {taught_base}, because the adapter has none",
         "stops <|end|> (its base's)",
     ]
     answers = lines[-1].removeprefix("answers ")
     assert answers.startswith(str(tmp_path / "outputs" / "models" / "adapter-"))
     assert answers_in(answers) == [said for _, said in TESTED]
     assert sorted(adapter.iterdir()) == before
+
+
+def test_the_template_of_an_adapter_is_its_own_or_that_of_its_base(call, adapter, taught_base):
+    of_base = scores(call("eval", adapter))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(taught_base / name, adapter)
+    found = call("eval", adapter)
+    assert f"template of {taught_base}, because the adapter has none" in found.stdout
+    assert scores(found) == of_base
+    template = (taught_base / "chat_template.jinja").read_text()
+    (adapter / "chat_template.jinja").write_text(f"Hello. {template}")
+    found = call("eval", adapter)
+    assert f"template of {adapter}, with which the adapter was trained" in found.stdout
+    assert scores(found) != of_base
+    (adapter / "tokenizer.json").unlink()
+    assert scores(call("eval", adapter)) == scores(found)
 
 
 def test_stops_that_no_answer_ends_with_are_a_warning(call, taught_base, tmp_path):
@@ -239,7 +256,16 @@ def test_an_adapter_whose_file_lacks_layers_is_refused(call, adapter):
     tensors = {name: value for name, value in load_file(path).items() if "layers.0" in name}
     save_file(tensors, path, metadata={"format": "pt"})
     found = call("eval", adapter).exception
-    assert isinstance(found, CheckpointError) and "has no weights for some" in str(found)
+    assert isinstance(found, CheckpointError) and "describes are missing, model.layers.1" in str(
+        found
+    )
+
+
+def test_an_adapter_with_tensors_that_nothing_takes_is_refused(call, adapter, taught_base):
+    changed(adapter, target_modules=["q_proj"])
+    found = call("eval", adapter).exception
+    assert isinstance(found, CheckpointError), found
+    assert re.search(rf"tensors .*, model.layers.0.mlp\S+ first; is {taught_base} the", str(found))
 
 
 def test_an_adapter_of_a_stretched_rope_is_refused_over_a_base_with_its_own(

@@ -20,12 +20,13 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from sft_play.config.invocation import SamplingRequest
 from sft_play.data.render import IGNORE_INDEX, stop_ids
 from sft_play.data.rows import Message
 from sft_play.data.templates import ChatTemplate
 from sft_play.inference import chat
 from sft_play.inference.evaluate import evaluate_run
-from sft_play.inference.load import load_run
+from sft_play.inference.load import load_run, sampling_of
 from sft_play.inference.merge import merge_run
 from sft_play.models.export import (
     read_stops,
@@ -221,6 +222,19 @@ def test_a_generation_config_that_cannot_be_saved_samples_or_is_left_out(base):
     model.generation_config.num_return_sequences = 3  # greedy search returns one
     assert savable_generation_config(model).num_return_sequences in (None, 1, 3)
     savable_generation_config(model).validate(strict=True)
+
+
+def test_a_base_that_says_do_sample_false_stays_greedy_and_its_sampling_values_are_named(
+    base, caplog
+):
+    model = AutoModelForCausalLM.from_pretrained(base)
+    values = {"do_sample": False, "temperature": 0.6, "top_k": 20, "eos_token_id": 1}
+    model.generation_config = GenerationConfig(**values)
+    saved = savable_generation_config(model)
+    assert "temperature=0.6, top_k=20 left out, because do_sample is false" in caplog.text
+    saved.validate(strict=True)
+    assert (saved.do_sample, saved.temperature, saved.eos_token_id) == (False, None, 1)
+    assert sampling_of(saved, SamplingRequest()) is None
 
 
 def test_settings_of_one_call_are_left_out_and_named(base, caplog):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sft_play.config.schema import Config
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.inference.merge import merge_run
 from sft_play.models import stored_weights
 from sft_play.models.load import load_base
@@ -139,6 +139,31 @@ def test_tensors_that_have_a_reason_may_be_unused(tmp_path, name):
     base = copy_of(tmp_path / "model")
     change_tensors(base, lambda tensors: {**tensors, name: torch.ones(4)})
     assert name not in load_base(config_of(base, "lora"), CPU).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("fields", "added", "unused"),
+    [
+        ({}, [], 18),
+        ({"num_nextn_predict_layers": 1}, [], 9),  # the first of two layers too many
+        ({"num_nextn_predict_layers": 2}, [], 0),
+        ({"mtp_num_layers": 2}, [], 0),
+        ({"num_nextn_predict_layers": 2}, ["model.layers.6.enorm.weight"], 18),
+        ({}, ["model.layers.4.enorm.weight", "model.layers.5.shared_head.norm.weight"], 0),
+        ({}, ["model.layers.0.eh_proj.weight"], 19),
+    ],
+)
+def test_layers_after_the_last_one_need_a_sign_that_they_predict_tokens(
+    tmp_path, fields, added, unused
+):
+    base = copy_of(tmp_path / "model")
+    change_config(base, num_hidden_layers=4, **fields)
+    change_tensors(base, lambda tensors: tensors | {name: torch.ones(4) for name in added})
+    if not unused:
+        assert len(load_base(config_of(base, "lora"), CPU).model.layers) == 4
+        return
+    with pytest.raises(EnvironmentFault, match=rf": {unused} tensors of its .*layers\.[045]\."):
+        load_base(config_of(base, "lora"), CPU)
 
 
 def test_a_form_that_config_json_does_not_name_is_found_in_the_files(twin, tmp_path, plain):

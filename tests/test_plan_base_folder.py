@@ -274,6 +274,21 @@ def test_a_weight_file_that_ends_too_early_is_refused(copy):
         assert "model.safetensors is damaged, or ends too early" in refused(copy)
 
 
+@pytest.mark.parametrize(
+    "facts",
+    [{"shape": [1 << 80]}, {"shape": [-64]}, {"dtype": "F99"}, {"shape": [1]}, {"dtype": 4}],
+)
+def test_a_header_that_the_bytes_contradict_is_refused(copy, facts):
+    weights = copy / "model.safetensors"
+    whole = weights.read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + length])
+    header["model.norm.weight"] |= facts
+    text = json.dumps(header).encode()
+    weights.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])
+    assert "model.safetensors is damaged" in refused(copy)
+
+
 def test_consolidated_weights_beside_others_and_links_are_accepted(copy):
     (copy / "consolidated.safetensors").write_bytes(b"not looked at")
     (copy / "params.json").write_text("{}")

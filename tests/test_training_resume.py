@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -293,8 +294,37 @@ def test_another_effective_batch_is_refused(whole):
 
 
 def test_rows_that_changed_since_are_refused_before_the_launch(whole, other_rows):
-    with pytest.raises(CheckpointError, match="its run had other rows"):
+    named = r"its run had other rows[^\n]*\n  data.train_path: \S+ has other bytes"
+    with pytest.raises(CheckpointError, match=named):
         typed(whole.path, DATA_TRAIN_PATH=str(other_rows))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"tone": "calm"}])
+def test_a_template_that_was_edited_is_named_and_the_remedy_works(
+    plan_run, run_worker, tmp_path, tiny_base, kwargs
+):
+    file = tmp_path / "mine.jinja"
+    own = (tiny_base / "chat_template.jinja").read_text()
+    file.write_text(f"{{# {{{{ tone }}}} #}}{own}")
+    settings = {"train.predict_with_generate": False, "model.chat_template": file}
+    settings["model.template_kwargs"] = json.dumps(kwargs)
+    first = plan_run({**settings, "train.max_steps": 2, "train.stop_after": 1})
+    assert run_worker(first) == ExitClass.STOPPED
+    before = run_json(first)["metrics"]["before"]
+    file.write_text(own)
+    again = {**settings, "train.max_steps": 2, "train.resume_from": first.path}
+    refused = plan_run(again)
+    assert run_worker(refused) == ExitClass.CHECKPOINT
+    cause = run_json(refused)["cause"]
+    assert f"({file}) has changed since" in cause and "ALLOW_BACKEND" not in cause
+    remedy = re.search(r"MODEL_CHAT_TEMPLATE=(\S+) resumes", cause)[1]
+    resumed = plan_run({**again, "model.chat_template": remedy})
+    assert run_worker(resumed) == 0
+    assert run_json(resumed)["metrics"]["before"] == before, "the base's, not step 1's"
+    (first.path / "run.json").unlink()
+    alone = plan_run({**again, "model.chat_template": remedy})
+    assert run_worker(alone) == 0
+    assert {*run_json(alone)["metrics"]} == {"resumed", "after"}
 
 
 def test_a_checkpoint_without_its_run_needs_the_config_that_it_was_trained_with(whole, tmp_path):

@@ -11,11 +11,12 @@ from sft_play.config.loader import LoadedConfig
 from sft_play.config.messages import word
 from sft_play.config.on_resume import OnResume, of_class
 from sft_play.config.schema import env_name
-from sft_play.errors import ConfigError
+from sft_play.errors import CheckpointError, ConfigError
 from sft_play.plan.ranks import precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
 from sft_play.runs import checkpoints, lock, stamp
 from sft_play.runs.checkpoints import has_checkpoint
+from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.resumed import (
     AskedRun,
@@ -184,9 +185,13 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
         print(f"resume {change.path} was {word(change.then)} and is {word(change.now)}")
 
 
-def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
-    """Refuse to resume on other rows, once they are tokenized. Raises CheckpointError."""
+def check_resumed_rows(folder: RunFolder, planned: PlannedRun, before: Json | None) -> None:
+    """Refuse to resume on other rows, once they are tokenized.
+
+    `before` is data.json of the resumed run, None if there is none. Raises: CheckpointError.
+    """
     from sft_play.data.assemble import DataFacts
+    from sft_play.data.sources import changed_sources
 
     if planned.config.train.resume_from is None:
         return
@@ -195,4 +200,19 @@ def check_resumed_rows(folder: RunFolder, planned: PlannedRun) -> None:
     digests = [source.digest for split in sources.values() for source in split]
     data_digest = stamp.digest_of_text(*digests)
     rows_per_step = planned.plan.layout.rows_per_step
-    refuse_other_steps(checkpoint, stamp.read(checkpoint), data_digest, rows_per_step)
+    try:
+        refuse_other_steps(checkpoint, stamp.read(checkpoint), data_digest, rows_per_step)
+    except CheckpointError as error:
+        if before is None:
+            raise
+        if is_in_place(folder.path, planned.config.train.resume_from):
+            folder.write_data(before)
+        changed = changed_sources(before, planned.config).items()
+        lines = [f"  {setting}: {'; '.join(reasons)}" for setting, reasons in changed]
+        raise CheckpointError("\n".join([str(error), *lines])) from error
+
+
+def data_of_resumed(resume_from: str | None) -> Json | None:
+    """Return data.json of the run that is resumed, None if there is none."""
+    run = resumed_run(resume_from)
+    return run.read_data() if run is not None and (run.path / "data.json").is_file() else None

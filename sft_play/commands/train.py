@@ -32,6 +32,7 @@ from sft_play.commands.plan import (
 from sft_play.commands.resumption import (
     check_resume,
     check_resumed_rows,
+    data_of_resumed,
     is_in_place,
     plan_of_resumed,
     resumption,
@@ -188,10 +189,11 @@ def with_rows(folder: RunFolder, planned: PlannedRun, earlier: RunPlan | None) -
     from sft_play.data.pipeline import tokenize_run
 
     unpacked = planned.plan.layout.micro_batches
+    before = data_of_resumed(planned.config.train.resume_from)  # its folder may be this run's
     planned = tokenize_run(folder, planned)
     if earlier is not None:
         planned = planned.as_before(earlier)
-    check_resumed_rows(folder, planned)
+    check_resumed_rows(folder, planned, before)
     planned.write(folder)  # now known: micro-batches of a packed step, the longest answer
     if planned.plan.packing:
         print(report.packing_line(planned.plan, unpacked))

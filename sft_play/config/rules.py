@@ -211,8 +211,7 @@ RULES = (
     Rule(
         ("train.warmup_steps", "train.max_steps"),
         lambda c: c.train.max_steps is not None and c.train.warmup_steps > c.train.max_steps,
-        "the run would end inside its warm-up; lower train.warmup_steps (a value under 1 is a "
-        "fraction of the run)",
+        "the run would end inside its warm-up; TRAIN_WARMUP_STEPS=0.1 is a tenth of the run",
     ),
     Rule(
         ("train.warmup_steps",),

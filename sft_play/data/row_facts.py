@@ -230,7 +230,7 @@ def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
     paths = [base]
     for name in SETTINGS.values():
         paths += map(Path, sources.list_paths(getattr(config.data, name)))
-    model = {"revision", "add_tokens", "chat_template", "template_kwargs"}
+    model = {"revision", "adapter", "add_tokens", "chat_template", "template_kwargs"}
     facts: list[Any] = [config.data.model_dump(), config.model.model_dump(include=model), str(base)]
     facts += [max_seq_len, config.train.order_seed]
     for path in paths:

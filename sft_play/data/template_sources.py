@@ -31,6 +31,8 @@ FindFile = Callable[[str], Path | None]  # a file of the model by its name, None
 # Read in this order if the tokenizer's templates do not include the requested one.
 # transformers ignores the one in tokenizer_config.json if additional_chat_templates/ has files.
 FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
+TEMPLATE_FILE = "chat_template.jinja"
+OTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # by their names
 # Templates of image-text models may accept contents only as lists of parts, and omit strings
 # silently. This converts strings to parts, for the roles that need it. The line break ends the
 # tag, so that the template still starts at the beginning of a line.
@@ -57,7 +59,10 @@ def with_variables(template: Template, model: ModelSection) -> Template:
     """
     if isinstance(template, dict):
         return {name: with_variables(text, model) for name, text in template.items()}
-    return _variables(model.template_kwargs) + _clock(template, model.template_date) + template
+    variables = _variables(model.template_kwargs)
+    if template.startswith(variables):  # it is one that a run has saved, with its clock
+        variables = ""
+    return variables + _clock(template, model.template_date) + template
 
 
 def _variables(values: Mapping[str, Any]) -> str:
@@ -108,7 +113,8 @@ def find_template(
 ) -> Template:
     """Return the chat template that a run uses and saves, or several by name with a `default`.
 
-    `own` is the tokenizer's template: a text, several by name, a list of these, or None.
+    `own` is the tokenizer's template: a text, several by name, a list of these, or None. That in
+    the folder of an adapter (model.adapter) comes first: the adapter was trained with it.
     Raises: ConfigError for settings, EnvironmentFault for a damaged file, DataError for a template
     that does not end.
     """
@@ -125,11 +131,11 @@ def _chosen(own: Any, find: FindFile, model: ModelSection) -> Template:
     if model.has_template_file:
         return read_text(Path(model.chat_template))
     wanted = "default" if setting is None else setting.removeprefix(NAMED_TEMPLATE)
-    named = _by_name(own)
-    for file in FILES:
-        path = None if {wanted, "default"} <= named.keys() else find(file)
-        if path is not None:
-            named = {**_by_name(read_object(path).get("chat_template")), **named}
+    named = _completed(_by_name(own), find, wanted)
+    of_adapter = templates_in(Path(model.adapter)) if model.adapter else {}
+    if of_adapter and of_adapter != named:
+        _say_template_of(model.adapter, model.name)
+        named = of_adapter
     if not named and setting is None:
         _say_without_template(model.name)
         return DEFAULT_TEMPLATE
@@ -148,6 +154,24 @@ def _chosen(own: Any, find: FindFile, model: ModelSection) -> Template:
     return {**named, "default": template} if len(named) > 1 else template
 
 
+def _completed(named: dict[str, str], find: FindFile, wanted: str = "default") -> dict[str, str]:
+    """Return templates by name with those of other files, until the wanted one is there."""
+    for file in FILES:
+        path = None if {wanted, "default"} <= named.keys() else find(file)
+        if path is not None:
+            named = {**_by_name(read_object(path).get("chat_template")), **named}
+    return named
+
+
+def templates_in(folder: Path) -> dict[str, str]:
+    """Return the chat templates in a folder by their names; {} if there are none."""
+    named = {path.stem: read_text(path) for path in folder.glob(OTHER_TEMPLATES)}
+    if (folder / TEMPLATE_FILE).is_file():
+        named["default"] = read_text(folder / TEMPLATE_FILE)
+    files = {path.name: path for path in folder.glob("*.json")}
+    return _completed(named, files.get)
+
+
 def _by_name(templates: Any) -> dict[str, str]:
     if not templates:
         return {}
@@ -160,6 +184,16 @@ def _by_name(templates: Any) -> dict[str, str]:
                 "the model's folder, or set MODEL_CHAT_TEMPLATE to a Jinja file"
             ) from None
     return dict(templates) if isinstance(templates, Mapping) else {"default": templates}
+
+
+@functools.cache  # one line a process
+def _say_template_of(adapter: str, base: str) -> None:
+    logger.info(
+        "template: that of the adapter %s, with which it was trained; %s has another or none; "
+        "MODEL_CHAT_TEMPLATE=mine.jinja sets another",
+        adapter,
+        base,
+    )
 
 
 @functools.cache  # one line a process

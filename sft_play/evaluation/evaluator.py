@@ -122,7 +122,7 @@ class Evaluator:
         with resharding(model):
             started = time.perf_counter()
             row_losses = self.row_losses(model)
-            loss = mean_loss(row_losses)
+            loss = mean_loss(row_losses, model)
             of_sources = self._losses_of_sources(row_losses)
             loss_seconds = time.perf_counter() - started
             if not self.train.predict_with_generate or not self.question_indices:
@@ -336,16 +336,21 @@ class Evaluator:
         return lambda tokens: room.prompts(tokens, train.generation_max_new_tokens)
 
 
-def mean_loss(rows: Sequence[RowLoss]) -> float:
+def mean_loss(rows: Sequence[RowLoss], model: torch.nn.Module | None = None) -> float:
     """Return nats per labeled token; the order of the rows does not matter.
 
-    Raises: DivergedError when it is NaN or infinite.
+    Raises: DivergedError when it is NaN or infinite, with a weight of `model` that is.
     """
     nats = math.fsum(row.nats for row in rows)
     tokens = sum(row.tokens for row in rows)
     if not math.isfinite(nats):
+        reason = "the weights give no finite loss"
+        for name, weight in model.named_parameters() if model is not None else ():
+            if not weight.float().isfinite().all():
+                reason = f"{name} has NaN or infinity"
         raise DivergedError(
-            f"eval_loss={nats} over {tokens} tokens: the weights give no finite loss; "
-            "train again with a lower TRAIN_LEARNING_RATE"
+            f"eval_loss={nats} over {tokens} tokens: {reason}. If nothing was trained yet, it is "
+            "in the model's files: get the model again. Otherwise train again with a lower "
+            "TRAIN_LEARNING_RATE"
         )
     return nats / tokens

@@ -16,6 +16,7 @@ from sft_play.data.pipeline import build_run_data
 from sft_play.data.sources import find_sources
 from sft_play.data.splits import answer_token_limit
 from sft_play.data.store import Split
+from sft_play.data.template_sources import templates_in
 from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenize import tokenize_sources
 from sft_play.errors import ConfigError, DataError
@@ -45,7 +46,7 @@ eval_batch_size
 OWN_ROWS = "again"  # the name of the scores of the run's own test rows
 MOST_ROWS = 8  # rows per batch of an evaluation without a plan
 BYTES_OF_SCORE = 12  # the head's logits per token in 16 bits, in float32, and their softmax
-TAKEN_NAMES = (OWN_ROWS, "before", "after")
+TAKEN_NAMES = (OWN_ROWS, "before", "after", "resumed")
 
 
 @dataclass(frozen=True)
@@ -133,10 +134,14 @@ def said_of_model(folder: ModelFolder, trained: TrainedModel, rows: Split) -> li
     tokenizer, stops = trained.tokenizer, trained.stops
     dtype = dtype_name(trained.model.dtype)
     over = f" over {folder.base}" if folder.base is not None else ""
-    source, _ = folder.tokenizer_source
-    template = f"of {source}"
+    named = templates_in(folder.path)
+    template = f"of {folder.path}" if named or not folder.base else f"of {folder.base}"
     if tokenizer.chat_template == DEFAULT_TEMPLATE:
-        template = f"plain, of SFT-Play: the tokenizer of {source} has none"
+        template = f"plain, of SFT-Play: {folder.base or folder.path} has none"
+    elif not named and folder.base:
+        template += ", because the adapter has none"
+    elif folder.base and named != templates_in(Path(folder.base)):
+        template += ", with which the adapter was trained; its base has another"
     if read_stops(folder.path):
         place = "generation_config.json"
     elif not stops:

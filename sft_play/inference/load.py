@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import ImageInputs
 from sft_play.data.render import images_of, render_prompt
 from sft_play.data.rows import InvalidRowError, Json, Message, PromptIds, Row
+from sft_play.data.template_sources import templates_in
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import CheckpointError, DataError, is_out_of_memory
 from sft_play.evaluation.generate import Generator, Sampling
@@ -44,7 +44,6 @@ from sft_play.runs.model_folder import ModelFolder
 logger = logging.getLogger(__name__)
 
 MAX_ANSWER_TOKENS = 2048  # of an answer if generation_max_new_tokens is auto
-MISSING = "missing adapter keys"  # of PEFT's warning, after which it continues with zeros
 
 
 @dataclass(frozen=True)
@@ -190,10 +189,15 @@ def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
     Raises: CheckpointError as `checked_weights`; EnvironmentFault if there is none.
     """
     saved = config_of_weights(config, checked_weights(folder, config))
-    if isinstance(folder, ModelFolder):
-        name, revision = folder.tokenizer_source
-        saved = saved.changed({"model.name": name, "model.revision": revision})
-    return load_tokenizer(saved)
+    if not isinstance(folder, ModelFolder) or folder.base is None:
+        return load_tokenizer(saved)
+    adapter = {"model.adapter": str(folder.path)}  # its chat template comes first
+    name, revision = folder.tokenizer_source
+    own = load_tokenizer(saved.changed({"model.name": name, "model.revision": revision, **adapter}))
+    if name != folder.base and not templates_in(folder.path):
+        base = {"model.name": folder.base, "model.revision": folder.revision}
+        own.chat_template = load_tokenizer(saved.changed(base)).chat_template
+    return own
 
 
 def joined(trained: TrainedModel, place: Place | None) -> TrainedModel:
@@ -280,7 +284,8 @@ def config_of_weights(config: Config, weights: Path) -> Config:
 
     The chat template is then the one saved in that folder.
     """
-    values = {"name": str(weights), "revision": None, "chat_template": None, "template_kwargs": {}}
+    values = {"name": str(weights), "template_kwargs": {}}
+    values |= dict.fromkeys(("revision", "chat_template", "adapter"))
     return config.changed({f"model.{name}": value for name, value in values.items()})
 
 
@@ -295,22 +300,13 @@ def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> Pre
         _refuse_other_rope(weights, base)
         over, advice = f" over {folder.base}", "is that the base it was trained on?"
     try:
-        with warnings.catch_warnings(record=is_other) as caught:
-            if is_other:
-                warnings.simplefilter("always")
-            model = expert_adapters.load_adapter(base, weights)
+        return expert_adapters.load_adapter(base, weights)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         if is_out_of_memory(error):  # this is not the adapter's fault
             raise
         raise CheckpointError(
             f"{weights}: the adapter cannot be loaded{over} ({why_not_fitting(error)}); {advice}"
         ) from error
-    if any(MISSING in str(warning.message) for warning in caught or ()):
-        raise CheckpointError(
-            f"{weights}: its file has no weights for some of the layers that its "
-            f"adapter_config.json names in {folder.base}; {advice}"
-        )
-    return model
 
 
 def _refuse_other_rope(weights: Path, base: PreTrainedModel) -> None:
@@ -337,11 +333,15 @@ def quiet_libraries() -> Iterator[None]:
     """
     hf_logging.disable_progress_bar()
     hf_logging.set_verbosity_error()
-    logging.disable(logging.WARNING)
+    logging.lastResort.addFilter(_is_own)  # the handler of these commands
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.lastResort.removeFilter(_is_own)
+
+
+def _is_own(record: logging.LogRecord) -> bool:
+    return record.name.startswith("sft_play") or record.levelno >= logging.ERROR
 
 
 def sampling_of(generation: GenerationConfig, request: SamplingRequest) -> Sampling | None:

@@ -12,13 +12,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, distributed
 
-from sft_play.errors import first_line
+from sft_play.errors import CheckpointError, first_line
 from sft_play.models.experts import SharedParamWrapper
 
 ADAPTER = "default"  # PEFT's name of the only adapter
@@ -120,10 +120,10 @@ def published_state(model: PeftModel) -> dict[str, Tensor]:
     return get_peft_model_state_dict(model, tensors, ADAPTER, save_embedding_layers=False)
 
 
-def load_published(model: PeftModel, folder: str | Path, is_trainable: bool = False) -> NamedTuple:
+def load_published(model: PeftModel, folder: str | Path, is_trainable: bool = False) -> None:
     """Load the adapter tensors in a folder into a model.
 
-    Return the names of the missing tensors and the names of tensors that the model does not have.
+    Raises: CheckpointError if the model lacks some of them, or has others, which PEFT only lists.
     """
 
     def reshape(module: PeftModel, tensors: dict[str, Tensor], *_: Any) -> None:
@@ -131,6 +131,14 @@ def load_published(model: PeftModel, folder: str | Path, is_trainable: bool = Fa
 
     hook = model.register_load_state_dict_pre_hook(reshape)
     try:
-        return model.load_adapter(str(folder), ADAPTER, is_trainable=is_trainable)
+        found = model.load_adapter(str(folder), ADAPTER, is_trainable=is_trainable)
     finally:
         hook.remove()
+    problems = {
+        "are in no part of the model that its adapter_config.json adapts": found.unexpected_keys,
+        "that its adapter_config.json describes are missing": found.missing_keys,
+    }
+    for problem, names in problems.items():
+        if names:
+            first = min(names).removeprefix("base_model.model.")
+            raise CheckpointError(f"{folder}: {len(names)} tensors {problem}, {first} first")

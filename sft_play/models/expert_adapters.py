@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from sft_play.config.schema import LoraSection
 from sft_play.data.limits import refuse_endless
-from sft_play.errors import ConfigError
+from sft_play.errors import CheckpointError, ConfigError
 from sft_play.models.adapter_state import ADAPTER, load_published, why_not_fitting
 from sft_play.models.architecture import encoders_of
 from sft_play.models.bnb import unpack_with_adapter
@@ -162,15 +162,23 @@ def add_adapters(
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """Return the base model with the adapter of a folder, frozen, also over a 4-bit base."""
+    """Return the base model with the adapter of a folder, frozen, also over a 4-bit base.
+
+    Raises: CheckpointError if a tensor of either has no counterpart.
+    """
     config = LoraConfig.from_pretrained(folder)
     if isinstance(config.target_modules, str):
         _refuse_endless(config.target_modules, base)
-    if not config.target_parameters:
-        return PeftModel.from_pretrained(base, folder)
     config.inference_mode = True
+    config.base_model_name_or_path = None  # PEFT warns if the base was moved
     adapted = add_adapters(base, config)
-    load_published(adapted, folder)
+    try:
+        load_published(adapted, folder)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error}; is {base.name_or_path or 'this'} the base it was trained on? Set MODEL_NAME "
+            "to its base, or get the whole adapter again"
+        ) from error
     return adapted.eval()
 
 
@@ -188,23 +196,13 @@ def load_weights(adapted: PeftModel, folder: str) -> None:
 
     Raises: ConfigError if the saved adapter has other tensors.
     """
-    problem = None
     try:
-        found = load_published(adapted, folder, is_trainable=True)
-    except RuntimeError as error:  # different sizes
-        problem = why_not_fitting(error)
-    else:
-        if found.missing_keys or found.unexpected_keys:
-            problem = (
-                f"{len(found.missing_keys)} of the tensors to train are not there, and "
-                f"{len(found.unexpected_keys)} of its own are not trained here: "
-                f"{[*found.missing_keys, *found.unexpected_keys][0]}"
-            )
-    if problem:
+        load_published(adapted, folder, is_trainable=True)
+    except (RuntimeError, CheckpointError) as error:  # RuntimeError: different sizes
         raise ConfigError(
-            f"model.adapter={folder}: no adapter of this model and these settings ({problem}); set "
-            "MODEL_NAME to its base, and leave TUNING_LORA_* out"
-        )
+            f"model.adapter={folder}: no adapter of this model and these settings "
+            f"({why_not_fitting(error)}); set MODEL_NAME to its base, and leave TUNING_LORA_* out"
+        ) from error
 
 
 def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:

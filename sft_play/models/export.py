@@ -15,8 +15,9 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,6 +26,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from sft_play.data.render import IGNORE_INDEX, stop_ids
 from sft_play.data.rows import Json
 from sft_play.data.store import Split
+from sft_play.data.template_sources import TEMPLATE_FILE
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.files import read_json, write_json, write_text
 
@@ -32,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 GENERATION_TAG = re.compile(r"\{%(?P<left>[-+]?)\s*(?P<end>end)?generation\s*(?P<right>[-+]?)%\}")
 OF_LOADING = ("is_local", "local_files_only")  # transformers 5 saves how it loaded the model
-TEMPLATE_FILE = "chat_template.jinja"
 COUNTED_ROWS = 1000  # a template ends the answers of every row in the same way
 # Padding tokens that vocabularies have, for tokenizers that do not name one
 PAD_TOKENS = """
@@ -54,6 +55,10 @@ OF_A_CALL = {
     "forced_eos_token_id": None,
     "dola_layers": None,
 }
+# Values that only sampling reads
+OF_SAMPLING = """
+temperature top_p top_k min_p top_h typical_p epsilon_cutoff eta_cutoff
+""".split()
 
 
 def trained_stops(
@@ -140,15 +145,18 @@ def with_eos(tokenizer: PreTrainedTokenizerBase, stop: int) -> PreTrainedTokeniz
 def savable_generation_config(model: PreTrainedModel) -> GenerationConfig:
     """Return a copy of the model's generation config that transformers can save.
 
-    Some bases set a temperature and leave do_sample off. transformers loads that config but refuses
-    to save it, which would lose the run's weights. Settings of one call are removed.
+    Some bases set a temperature and leave do_sample out or false. transformers loads that config
+    but refuses to save it, which would lose the run's weights. Settings of one call are removed.
     """
     generation = copy.deepcopy(getattr(model, "generation_config", None)) or GenerationConfig()
-    _leave_out_calls(generation)
+    _leave_out(generation, OF_A_CALL, "answers are generated here until a stop token or the limit")
     fault = _fault(generation)
     if fault is None:
         return generation
-    generation.do_sample = True  # sampling values need it
+    if generation.do_sample is None:
+        generation.do_sample = True  # sampling values need it
+    else:
+        _leave_out(generation, dict.fromkeys(OF_SAMPLING), "do_sample is false")
     if _fault(generation) is None:
         return generation
     logger.warning("the base's generation_config.json is left out but for its stops: %s", fault)
@@ -159,22 +167,18 @@ def savable_generation_config(model: PreTrainedModel) -> GenerationConfig:
     )
 
 
-def _leave_out_calls(generation: GenerationConfig) -> None:
-    """Reset settings of one call to transformers' values without them, and log a warning."""
+def _leave_out(generation: GenerationConfig, usual: Mapping[str, Any], reason: str) -> None:
+    """Reset values that are not `usual`, as if the file did not have them, and log a warning."""
     found = {
         name: getattr(generation, name)
-        for name, default in OF_A_CALL.items()
+        for name, default in usual.items()
         if getattr(generation, name, None) not in (None, default)
     }
     for name in found:
         setattr(generation, name, None)
     if found:
         words = ", ".join(f"{name}={value!r}" for name, value in found.items())
-        logger.warning(
-            "the base's generation_config.json: %s left out, because answers are generated here "
-            "until a stop token or the limit",
-            words,
-        )
+        logger.warning("the base's generation_config.json: %s left out, because %s", words, reason)
 
 
 def _fault(generation: GenerationConfig) -> str | None:

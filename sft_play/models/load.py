@@ -65,6 +65,10 @@ MAY_BE_UNUSED = {
     r"\.[kvq]_scale$": "scales of a quantized key-value cache",
 }
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Layers after the last one that predict further tokens, of DeepSeek V3, GLM 4.5, Step 3.5 and Ling:
+# how configs name their number, and modules that no other layer has
+FURTHER_LAYERS = re.compile(r"nextn|mtp")
+OF_FURTHER_LAYERS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.")
 
 
 @dataclass(frozen=True)
@@ -330,8 +334,13 @@ def refuse_unaccounted(
             f"model.name={name}: {len(missing)} tensors are not in its weight files, "
             f"{missing[0]} first; get the model again"
         )
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    unused = sorted(key for key in loading_info["unexpected_keys"] if not _has_reason(key, layers))
+    unused = sorted(
+        key
+        for key in loading_info["unexpected_keys"]
+        if not any(re.search(pattern, key) for pattern in MAY_BE_UNUSED)
+    )
+    further = further_layers(unused, model.config.get_text_config())
+    unused = [key for key in unused if _layer(key) not in further]
     if unused:
         raise EnvironmentFault(
             f"model.name={name}: {len(unused)} tensors of its weight files belong to no parameter "
@@ -340,12 +349,24 @@ def refuse_unaccounted(
         )
 
 
-def _has_reason(key: str, layers: int | None) -> bool:
-    """Return whether a tensor may be unused, e.g. DeepSeek's MTP layers after the last layer."""
+def further_layers(unused: Iterable[str], config: PretrainedConfig) -> set[int]:
+    """Return the layers after a model's last one that predict further tokens.
+
+    Their own modules tell them apart from layers that the config leaves out by mistake. If none of
+    these modules is in the files, the config's number of such layers decides.
+    """
+    end = getattr(config, "num_hidden_layers", 0)
+    named = {_layer(key) for key in unused if OF_FURTHER_LAYERS.search(key)}
+    facts = vars(config).items()
+    counts = [n for name, n in facts if FURTHER_LAYERS.search(name) and isinstance(n, int)]
+    counted = range(end, end + max(counts, default=0))
+    return {layer for layer in named or counted if layer >= end}
+
+
+def _layer(key: str) -> int:
+    """Return the layer in a tensor's name, -1 if there is none."""
     found = LAYER.search(key)
-    if found and layers is not None and int(found[1]) >= layers:
-        return True
-    return any(re.search(pattern, key) for pattern in MAY_BE_UNUSED)
+    return int(found[1]) if found else -1
 
 
 def _has_experts(stored: PretrainedConfig) -> bool:

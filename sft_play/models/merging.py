@@ -17,8 +17,7 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, ModulesToSaveWrapper, TrainableTokensWrapper
-from safetensors import safe_open
+from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -27,7 +26,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models import bnb
-from sft_play.models.adapter_state import ADAPTER, published_state
+from sft_play.models.adapter_state import ADAPTER
 from sft_play.models.architecture import empty_model, empty_twin, replace_tensors
 from sft_play.models.base_files import (
     base_tensors,
@@ -155,7 +154,6 @@ def build_skeleton(merge: Merge) -> Skeleton:
     without_memory(model)
     is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     adapted = load_adapter(model, merge.adapter)
-    refuse_missing(adapted, merge.adapter)
     changes, deltas = find_changes(adapted)
     twin = plain_twin(model)
     names = {module: f"{name}.weight" for name, module in twin.named_modules()}
@@ -184,18 +182,6 @@ def without_memory(model: PreTrainedModel) -> None:
         return nn.Parameter(zero.expand(tensor.shape), requires_grad=False)
 
     replace_tensors(model, without_values)
-
-
-def refuse_missing(adapted: PeftModel, folder: Path) -> None:
-    """Raise CheckpointError if an adapter's file lacks tensors that its config requires."""
-    wanted = published_state(adapted)
-    with safe_open(folder / SAFETENSORS_WEIGHTS_NAME, framework="pt") as file:
-        missing = sorted(wanted.keys() - set(file.keys()))
-    if missing:
-        raise CheckpointError(
-            f"{folder}: the adapter's file lacks {len(missing)} tensors that were trained, "
-            f"{missing[0]} first; its run has the same in checkpoints/"
-        )
 
 
 def find_changes(adapted: PeftModel) -> tuple[dict[str, Change], dict[str, Callable[[], Tensor]]]:

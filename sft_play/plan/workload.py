@@ -107,7 +107,7 @@ def schedule_warning(train: Any, steps: int) -> str | None:
         return (
             f"train.warmup_steps={train.warmup_steps:g} of {steps} steps: the run ends at "
             f"{100 * steps / train.warmup_steps:.0f} % of its learning rate; lower "
-            "TRAIN_WARMUP_STEPS (under 1 it is a fraction of the run)"
+            "TRAIN_WARMUP_STEPS: TRAIN_WARMUP_STEPS=0.1 is a tenth of the run"
         )
     decay = options_of(train, steps).get("num_decay_steps", 0)
     warmup = count_steps(train.warmup_steps, steps)

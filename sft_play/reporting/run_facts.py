@@ -252,7 +252,8 @@ class RunFacts:
     def _shown_checks(self) -> Iterator[ShownCheck]:
         report = self.report
         for check in report.checks or []:
-            yield _judged(check.name, check.passed, check.found, "failed")
+            otherwise = "look" if check.passed is None else "failed"
+            yield _judged(check.name, check.passed, check.found, otherwise)
         yield from _row_checks(report.rows("train"))
         is_finite = report.exit_class != ExitClass.DIVERGED
         if report.history or not is_finite:
@@ -394,6 +395,6 @@ def _row_checks(train: Json) -> Iterator[ShownCheck]:
 
 
 def _judged(
-    name: str, is_as_it_should_be: bool, found: str | None, otherwise: State = "look"
+    name: str, is_as_it_should_be: bool | None, found: str | None, otherwise: State = "look"
 ) -> ShownCheck:
     return ShownCheck(name, "passed" if is_as_it_should_be else otherwise, found)

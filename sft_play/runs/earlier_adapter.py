@@ -33,11 +33,8 @@ SHAPE = {
     "tuning.lora.layers_to_transform": "layers_to_transform",
     "tuning.lora.modules_to_save": "modules_to_save",
 }
-# What a run's stamp has besides
-OF_RUN = """
-tuning.lora.experts tuning.lora.trainable_tokens model.add_tokens model.chat_template
-model.template_kwargs model.template_date
-""".split()
+# What a run's stamp has besides. Its chat template is in the adapter's folder.
+OF_RUN = "tuning.lora.experts tuning.lora.trainable_tokens model.add_tokens".split()
 
 
 def find_adapter(named: str, output_dir: Path) -> Path:

@@ -6,6 +6,8 @@ Reads the headers of safetensors files. Loads no torch.
 import copy
 import hashlib
 import json
+import math
+import operator
 import re
 import struct
 from collections.abc import Iterable, Iterator
@@ -28,6 +30,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MODELS = "models"  # the folder of what was asked of such weights, next to the runs
 
+BITS = re.compile(r"(?:BF|[FIUC])(\d+)(?:_\w+)?|BOOL")  # of a number, in a dtype's name
 COMMIT = re.compile(r"[0-9a-f]{40}")
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 MAX_JSON_BYTES = 32 << 20  # the largest index of a known model has 12 MiB
@@ -318,8 +321,14 @@ def _headers(path: Path) -> list[Header]:
             raise ValueError
         described = json.loads(file.read(length))
     described.pop("__metadata__", None)
-    spans = sorted(tuple(facts["data_offsets"]) for facts in described.values())
-    ends = [0, *(end for _, end in spans)]
-    if [begin for begin, _ in spans] != ends[:-1] or ends[-1] != size - 8 - length:
+    place = 0
+    for facts in sorted(described.values(), key=operator.itemgetter("data_offsets")):
+        bits, (begin, end) = BITS.fullmatch(facts["dtype"].upper()), facts["data_offsets"]
+        numbers = math.prod(map(operator.index, facts["shape"]))
+        is_whole = min(facts["shape"], default=0) >= 0 and begin == place
+        if not is_whole or numbers * int(bits[1] or 8) != 8 * (end - begin):
+            raise ValueError
+        place = end
+    if place != size - 8 - length:
         raise ValueError
     return [Header(name, facts["dtype"].upper()) for name, facts in described.items()]

@@ -116,7 +116,7 @@ class Check:
     """One check that a run made, and what it found."""
 
     name: str
-    passed: bool
+    passed: bool | None  # None: it was not made
     found: str | None = None  # what the check says beyond its name
 
 
@@ -207,7 +207,7 @@ class RunReport:
     peak_bytes: PeakBytes | None = None
     memory: PhasePeaks | None = None
     memory_by_rank: list[RankMemory] | None = None
-    metrics: dict[str, dict[str, float | int]] | None = None  # by before and after
+    metrics: dict[str, dict[str, float | int]] | None = None  # by before, after and resumed
     best: BestCheckpoint | None = None  # None without train.load_best_model_at_end
     skipped_steps: list[int] | None = None  # left out by train.on_nonfinite
     loss: list[LoggedLoss] | None = None

@@ -4,7 +4,6 @@ asked.json has what the user asked of a run before "auto" was resolved, where ea
 written, and how to repeat it. Loads no torch.
 """
 
-import filecmp
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -167,8 +166,8 @@ def may_change(then: Config, now: Config, saved: stamp.Stamp) -> set[str]:
     is_moved = then.model.name != now.model.name and saved.base_digest is not None
     if is_moved and stamp.wanted(now).base_digest == saved.base_digest:
         free |= {"model.name"}
-    if _has_equal_file(then.model.chat_template, now.model.chat_template):
-        free |= {"model.chat_template"}
+    if now.model.has_template_file:
+        free |= {"model.chat_template"}  # the stamp has the digest of its text
     for name in CONTENT:
         value = attrgetter(name)
         if _beside_paths(value(then)) != _beside_paths(value(now)):
@@ -263,11 +262,6 @@ def _form_of_optimizer(strategy: str, is_full: bool) -> str:
     if strategy == "deepspeed" or (strategy == "fsdp" and is_full):
         return strategy
     return "whole"
-
-
-def _has_equal_file(then: str | None, now: str | None) -> bool:
-    paths = [Path(each or "") for each in (then, now)]
-    return all(path.is_file() for path in paths) and filecmp.cmp(*paths, shallow=False)
 
 
 @dataclass(frozen=True)

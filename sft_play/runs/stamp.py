@@ -21,6 +21,22 @@ NAME = "stamp.json"
 SAMPLE_BYTES = 1 << 16
 SAMPLES = 64
 PACKAGES = "torch transformers accelerate peft bitsandbytes deepspeed liger-kernel unsloth".split()
+# What to type for a fact by which a checkpoint cannot be resumed
+OTHER_BACKEND = (
+    "set TUNING_BACKEND={then.backend} TUNING_MODE={then.mode}, or "
+    "TRAIN_ALLOW_BACKEND_CHANGE=true to resume it with another backend at your own risk"
+)
+REMEDIES = {
+    "backend": OTHER_BACKEND,
+    "quantisation": OTHER_BACKEND,
+    "mode": "set TUNING_MODE={then.mode}",
+    "precision": "set TRAIN_BF16=true for bf16, TRAIN_FP16=true for fp16, neither for float32",
+    "base_digest": "the weights or config.json of {now.base_model} have changed since: put them "
+    "back, or set MODEL_NAME to a copy of the base as it was",
+    "tokenizer_digest": "the tokenizer of {now.base_model} has changed since: put its files back; "
+    "{folder}/tokenizer.json has the run's vocabulary",
+    "template_digest": "the chat template ({now.template}) has changed since",
+}
 SHAPE = {"r", "alpha", "dropout", "target_modules", "use_rslora"}  # settings of tuning.lora
 # Facts that may be null or empty in a stamp
 MAY_BE_EMPTY = """
@@ -194,13 +210,19 @@ def refuse_mismatch(folder: Path, now: Binding, allow_backend_change: bool = Fal
         differing = [line for line in differing if not line.startswith(allowed)]
     if not differing:
         return stamp
-    same = f"TUNING_BACKEND={stamp.backend} TUNING_MODE={stamp.mode}"
-    facts = "\n  ".join(differing)
+    lines = []
+    for line in differing:
+        remedy = REMEDIES.get(line.partition(":")[0], "leave that setting out")
+        lines.append(f"  {line}; {remedy.format(folder=folder, then=stamp, now=now)}")
+    for place in ("../../adapter", "../../model", "."):  # a checkpoint may be rotated
+        path = (folder / place / "chat_template.jinja").resolve()
+        is_asked = differing[-1].startswith("template_digest:") and path.is_file()
+        if is_asked and digest_of_text(path.read_text("utf-8")) == stamp.template_digest:
+            lines.append(f"  MODEL_CHAT_TEMPLATE={path} resumes it with the run's template")
+            break
     raise CheckpointError(
-        f"{folder} cannot be resumed by this run:\n  {facts}\n"
-        f"Resume it with what it was trained with ({same}), or start again without "
-        "train.resume_from. TRAIN_ALLOW_BACKEND_CHANGE=true lets another backend continue with it "
-        "at your own risk."
+        f"{folder} cannot be resumed by this run:\n" + "\n".join(lines) + "\nTo start a new run, "
+        "leave out TRAIN_RESUME_FROM and set a new RUN."
     )
 
 

@@ -49,7 +49,7 @@ class HeldOutEvaluation:
     folder: RunFolder
     recorder: RunRecorder
     speed: Speed | None = None  # predicted training speed; None if the device is not known
-    scores: dict[str, Scores] = field(default_factory=dict)  # keys: "before", "after"
+    scores: dict[str, Scores] = field(default_factory=dict)  # by when
 
     def last_scores(self) -> dict[str, float]:
         """Return the scores after training by TensorBoard's names; {} without them."""
@@ -57,12 +57,14 @@ class HeldOutEvaluation:
         metrics = after.as_test_metrics() if after else {}
         return {name.replace("_", "/", 1): value for name, value in metrics.items()}
 
-    def score(self, when: str) -> None:
-        """Score the current model; `when` is "before" or "after". Every rank must call it.
+    def score(self, when: str) -> dict[str, float | int]:
+        """Score the current model, and return the scores. Every rank must call it.
 
-        Before training this is the published base model, even if training simulates rounding.
+        `when` is "before", "after", or "resumed": at the checkpoint of a run whose base was not
+        scored. Before training this is the published base model, even if training simulates
+        rounding.
         """
-        is_plain = when == "before"
+        is_plain = when != "after"
         plain = as_trained(self.loop.engine.model) if is_plain else contextlib.nullcontext()
         with timeline.span(f"scores {when}"), plain:
             if is_plain:
@@ -70,16 +72,18 @@ class HeldOutEvaluation:
             scores = self.loop.score(self.evaluator)
         self.scores[when] = scores
         rows = len(self.evaluator.scored)
-        metrics = self.recorder.report.metrics | {when: scores.as_metrics() | {"rows": rows}}
+        found = scores.as_metrics() | {"rows": rows}
+        metrics = self.recorder.report.metrics | {when: found}
         self.recorder.update(metrics=metrics, global_step=self.loop.state.global_step)
         self.loop.log_scores("test", self.evaluator, scores, scores.as_test_metrics())
         if self.recorder.rank != 0:
-            return
+            return found
         answers = answers_jsonl(self.evaluator.questions, scores)
         write_text(self.folder.evaluation / f"{when}.jsonl", answers)
         losses = losses_jsonl(self.evaluator.scored, scores)
         write_text(self.folder.evaluation / f"{when}.losses.jsonl", losses)
         logger.info("%s %s rows=%d", when, scores.as_text(), rows)
+        return found
 
     def bound(self) -> None:
         """Limit scoring to a sample if all rows would take too long. Every rank must call it.

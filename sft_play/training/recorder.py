@@ -93,7 +93,7 @@ class RunRecorder:
             return False
         self.is_recording_error = True
         if self._open_check is not None and isinstance(error, Exception):
-            self._note_check(Check(self._open_check, passed=False, found=first_line(error)))
+            self.note_check(Check(self._open_check, passed=False, found=first_line(error)))
         if self._is_following:
             file_only.warning("raised while this rank followed another one", exc_info=error)
             # the broadcast's thread ends the process, unless the store was closed before the thread
@@ -151,9 +151,10 @@ class RunRecorder:
         self._open_check = name
         yield
         self._open_check = None
-        self._note_check(Check(name, passed=True, found=found))
+        self.note_check(Check(name, passed=True, found=found))
 
-    def _note_check(self, check: Check) -> None:
+    def note_check(self, check: Check) -> None:
+        """Record a check that was made, or why it was not."""
         self.note(checks=[*(self.report.checks or []), check])
 
     def finish(

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +14,16 @@ from sft_play.data.templates import DEFAULT_TEMPLATE, template_text
 from sft_play.errors import CheckpointError
 from sft_play.plan.ranks import precision
 from sft_play.runs import checkpoints, stamp
-from sft_play.runs.resumed import Resumed, check_resumable, refuse_other_steps
+from sft_play.runs.resumed import Resumed, check_resumable, refuse_other_steps, resumed_run
 from sft_play.training.checkpoints import dtypes_of
 from sft_play.training.context import RunContext
 
 logger = logging.getLogger(__name__)
+
+# Settings of train with which answers have other scores
+OF_ANSWERS = """
+predict_with_generate generation_max_new_tokens generation_num_beams generation_max_rows metrics
+""".split()
 
 
 def make_stamp(
@@ -96,6 +102,24 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
                     then,
                 )
     return checkpoint
+
+
+def take_over_before(context: RunContext) -> dict[str, float | int]:
+    """Return the scores of a resumed run's base, and copy their rows into the new run's folder.
+
+    Return {} if there are none, or if answers are scored with other settings now. Every rank must
+    call it.
+    """
+    run = resumed_run(context.config.train.resume_from)
+    before: dict[str, float | int] = {}
+    if context.process.is_main and run is not None:
+        now, then = context.config.train, run.read_config().train
+        if all(getattr(now, name) == getattr(then, name) for name in OF_ANSWERS):
+            before = run.read_report().scores("before")
+            for path in run.evaluation.glob("before.*jsonl") if before else ():
+                context.folder.evaluation.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, context.folder.evaluation)
+    return context.process.broadcast(before)
 
 
 def refuse_other_dtypes(checkpoint: Path, model: torch.nn.Module) -> None:

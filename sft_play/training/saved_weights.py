@@ -30,10 +30,11 @@ from sft_play.models.load import weight_dtype
 from sft_play.models.parameters import count_parameters
 from sft_play.models.positions import write_rope_beside_adapter
 from sft_play.models.sharding import own_part
+from sft_play.plan.devices import host_memory
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import read_json, write_text
-from sft_play.runs.report import RunReport
+from sft_play.runs.report import Check, RunReport
 from sft_play.training.checkpoints import published, write_weights
 from sft_play.training.context import RunContext
 from sft_play.training.held_out import HeldOutEvaluation
@@ -42,9 +43,11 @@ from sft_play.training.recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
 
-# auto opens up to so many bytes in seconds: a GPU reads some GB/s, a CPU computes rows slowly
-MOST_BYTES = {"cuda": 40e9, "cpu": 0.5e9}
-ROOM = 1.3  # times the weights, on the GPU in addition to the trained model
+# auto opens so many bytes in seconds, and more within a share of the time of training
+QUICK_BYTES = {"cuda": 40e9, "cpu": 0.5e9}
+SHARE_OF_TRAINING = 0.1
+ROOM = 1.3  # times the weights, in addition to the trained model
+REOPENED = "plain transformers opens the saved weights and says the same"
 
 
 def save_weights(
@@ -136,14 +139,16 @@ def reopen_saved(
     Raises: CheckpointError if their outputs differ.
     """
     reference = Reference.read(context.folder.evaluation)
-    if reference is None:
+    if reference is None or not recorder.report.scores("after"):
         return  # the run was stopped before its last scores
     name = context.folder.weights(context.config.tuning.mode).name
-    reason = why_not(weights, context, loop)
+    rows = len(reference.rows["ends"]) + len(reference.stops)
+    reason = why_not(weights, context, loop, seconds_to_reopen(recorder.report, rows))
     if reason is not None:
-        logger.info("%s was not opened again by plain transformers: %s", name, reason)
+        logger.info("not reopened: %s: %s", name, reason)
+        recorder.note_check(Check(REOPENED, passed=None, found=f"not reopened: {reason}"))
         return
-    with recorder.check("plain transformers opens the saved weights and says the same"):
+    with recorder.check(REOPENED):
         with timeline.span("reopened by plain transformers"):
             process = context.process
             saved = folder_of_run(weights, context.config, process.compute_dtype, process.device)
@@ -161,8 +166,18 @@ def reopen_saved(
             )
 
 
-def why_not(weights: Path, context: RunContext, loop: TrainingLoop) -> str | None:
-    """Return why saved weights are not opened again, None if they are."""
+def seconds_to_reopen(report: RunReport, rows: int) -> float:
+    """Return how long one process needs to load the weights and to score `rows`, as measured.
+
+    The run loaded as many bytes, and its ranks shared the rows that they scored.
+    """
+    after = report.scores("after")
+    row_seconds = after["eval_loss_seconds"] * report.world_size / after["rows"]
+    return report.seconds["load"] + rows * row_seconds
+
+
+def why_not(weights: Path, context: RunContext, loop: TrainingLoop, seconds: float) -> str | None:
+    """Return why saved weights are not opened again, which needs `seconds`, None if they are."""
     config = context.config
     asked = config.train.reopen_saved
     if asked is False:
@@ -177,13 +192,20 @@ def why_not(weights: Path, context: RunContext, loop: TrainingLoop) -> str | Non
     device = context.process.device
     dtype = weight_dtype(config, context.process.compute_dtype)
     size = count_parameters(loop.engine.model).total * dtype.itemsize
-    if size > MOST_BYTES[device.type]:
-        return f"{size / 1e9:.1f} GB; TRAIN_REOPEN_SAVED=true opens it anyway"
+    anyway = "; TRAIN_REOPEN_SAVED=true opens it anyway"
+    trained = loop.step_log.train_seconds
+    if size > QUICK_BYTES[device.type] and seconds > SHARE_OF_TRAINING * trained:
+        return (
+            f"{size / 1e9:.1f} GB need about {seconds:.1f} s, more than a tenth of the "
+            f"{trained:.1f} s of training{anyway}"
+        )
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(device)[0]
-        if free < ROOM * size:
-            return f"{size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free"
+    else:
+        free = host_memory().available_bytes
+    if free < ROOM * size:
+        return f"{size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of {device} are free{anyway}"
     return None
 
 

@@ -54,7 +54,12 @@ from sft_play.training.preflight import preflight
 from sft_play.training.probe import Probe, apply_probe
 from sft_play.training.ranks import RankGroup
 from sft_play.training.recorder import RunRecorder
-from sft_play.training.resume import checkpoint_to_resume, make_stamp, refuse_other_dtypes
+from sft_play.training.resume import (
+    checkpoint_to_resume,
+    make_stamp,
+    refuse_other_dtypes,
+    take_over_before,
+)
 from sft_play.training.saved_weights import note_reference, save_weights
 from sft_play.training.start_log import held_memory, log_data, log_large_weights, log_model
 from sft_play.training.stop import StopOnSignal
@@ -218,12 +223,13 @@ def before_first_step(
     if context.plan.packing:
         with recorder.check("packed documents do not see each other"):
             check_cross_document(loop.engine.wrapped, loop.collator, vocabulary, device)
-    before = recorder.report.metrics.get("before")
-    if before is None:
-        held_out.score("before")
-    elif "rows" in before:  # the run resumes in its folder
+    before = recorder.report.scores("before") or take_over_before(context)
+    if "rows" in before:  # of the run that is resumed
+        recorder.update(metrics={"before": before})
         held_out.evaluator.limit(before["rows"], before.get("answers", 0))
-    warning = loop.loss_watch.start(recorder.report.metrics["before"]["eval_loss"])
+    else:  # weights that are already trained are not the base
+        before = held_out.score("resumed" if loop.state.global_step else "before")
+    warning = loop.loss_watch.start(before["eval_loss"])
     if warning is not None and recorder.rank == 0:
         logger.warning("warning: %s", warning)
     if not context.plan.layout.checkpointed_layers:  # a recomputed layer frees its copies

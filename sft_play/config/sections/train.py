@@ -356,7 +356,8 @@ class TrainSection(Section):
     reopen_saved: bool | Auto = Field(
         "auto",
         description="Open saved weights with plain transformers in a fresh process, and compare "
-        "their scores of a few rows with the run's; auto: 40 GB on a GPU with room, 0.5 on a CPU.",
+        "their scores of a few rows with the run's; auto: if memory and a tenth of the training "
+        "time allow it.",
     )
     extend: bool = Field(
         False,
