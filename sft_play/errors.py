@@ -58,6 +58,7 @@ OF_PATH = {
     errno.EHOSTDOWN: UNREACHABLE,
     errno.ECONNABORTED: UNREACHABLE,
 }
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk
 # Of these an error without a path is one of a socket, or of a wrong call
 NEEDS_PATH = {number for number, said in OF_PATH.items() if said in (OTHER_DISK, UNREACHABLE)}
 # RuntimeErrors of torch's allocators, and of CUDA and its libraries outside of them
@@ -157,7 +158,7 @@ def of_os_error(error: OSError) -> SftPlayError | None:
         return EnvironmentFault(f"{error.strerror}: {MORE_SHARED_MEMORY}")
     if error.errno == errno.ENOMEM:
         return OutOfMemory(f"{error.strerror}: {place}; make memory-check shows what holds it")
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         text = f"{error.strerror}: {place}; free some space, then resume"
         return of_class(ExitClass.DISK_FULL, text)
     if error.errno in OF_PATH and (error.filename or error.errno not in NEEDS_PATH):

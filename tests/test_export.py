@@ -2,8 +2,10 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +28,8 @@ from sft_play.commands import exports as export_commands
 from sft_play.commands.check_server import Choice, Completion, Server, Tally, check_server
 from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
-from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, StoppedOnRequest
+from sft_play.inference import export as export_module
 from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
 from sft_play.inference.exported import answered, parity_rows
@@ -354,6 +357,21 @@ def test_a_push_without_a_network_is_an_error_in_words(finished, exported, tmp_p
     )
     assert done.returncode == 13 and "hf_not_a_token" not in done.stderr
     assert "REPO=a/b: the hub cannot be reached" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_ends_an_export_with_a_word_and_leaves_nothing(
+    finished, tmp_path, monkeypatch, number
+):
+    def stop(*_: object) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(5)
+
+    monkeypatch.setattr(export_module, "write_files", stop)
+    done = called(finished("lora"), ["export"], FORMAT="adapter", OUT=str(tmp_path / "out"))
+    assert isinstance(done.exception, StoppedOnRequest)
+    assert str(done.exception) == "export was stopped; nothing was published"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_export_is_not_pushed(copied):

@@ -5,6 +5,7 @@ It is the only path between the front end and the worker. It shows how a run has
 
 import difflib
 import json
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,21 @@ from pydantic import ValidationError
 
 from sft_play.config import yaml_source
 from sft_play.config.schema import Config, TrainSection, settings
-from sft_play.errors import ConfigError, EnvironmentFault, ExitClass, first_line
+from sft_play.errors import FULL, ConfigError, EnvironmentFault, ExitClass, first_line
 from sft_play.runs import lock
-from sft_play.runs.files import Json, entries, read_json, rename, write_json, write_text
+from sft_play.runs.files import (
+    Json,
+    entries,
+    read_json,
+    rename,
+    write_bytes,
+    write_json,
+    write_text,
+)
 from sft_play.runs.report import GOING_ON, RunReport
 
+RESERVE = ".reserve"  # file whose room run.json may take on a full disk
+RESERVED_BYTES = 256 << 10
 WEIGHTS = ("adapter", "model")  # folders of trained weights
 TIME_IN_NAME = re.compile(r"-[0-9]{8}-[0-9]{6}(-[0-9]+)?$")
 
@@ -155,8 +166,19 @@ class RunFolder:
         return replace(report, is_gone=is_gone)
 
     def write_report(self, report: RunReport) -> None:
-        """Replace run.json."""
-        write_json(self.path / "run.json", report.to_json())
+        """Replace run.json. While the run continues, room for its last one is kept on the disk."""
+        reserve = self.path / RESERVE
+        try:
+            write_json(self.path / "run.json", report.to_json())
+        except OSError as error:
+            if error.errno not in FULL or not reserve.exists():
+                raise
+            reserve.unlink()
+            write_json(self.path / "run.json", report.to_json())
+        if report.status not in GOING_ON:
+            reserve.unlink(missing_ok=True)
+        elif not reserve.exists():
+            write_bytes(reserve, os.urandom(RESERVED_BYTES))  # zeros take no room on some disks
 
 
 def create(output_dir: Path, run_name: str | None, stem: str) -> RunFolder:

@@ -6,6 +6,7 @@ backend in the right order, and runs the worker. Slow imports are inside functio
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 from sft_play import stops, timeline
@@ -20,7 +21,7 @@ from sft_play.runs import lock
 from sft_play.runs.folder import RunFolder
 from sft_play.stops import StopSignals
 from sft_play.training import peers
-from sft_play.training.recorder import RunRecorder
+from sft_play.training.recorder import RunRecorder, log_thread_error
 
 
 def main(path: Path, may_fork: bool = False) -> int:
@@ -32,6 +33,7 @@ def main(path: Path, may_fork: bool = False) -> int:
     folder = RunFolder(path)
     guard_output(targets.shown)
     go_on_without_output()
+    threading.excepthook = log_thread_error
     stops.hold()  # until they can be recorded
     with StopSignals(is_rank=True) as signals:
         try:

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -13,7 +14,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self
 
 from sft_play import stops, timeline
-from sft_play.errors import ExitClass, first_line, is_out_of_memory
+from sft_play.errors import ExitClass, first_line, is_out_of_memory, of_os_error
 from sft_play.masking import mask_secrets
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.reporting.page import write_report_or_warn
@@ -35,6 +36,15 @@ from sft_play.training import peers
 logger = logging.getLogger(__name__)
 file_only = logging.getLogger("traceback")  # the terminal shows only warnings of sft_play
 file_only.addHandler(logging.NullHandler())  # before the log file is open they go nowhere
+
+
+def log_thread_error(error: threading.ExceptHookArgs) -> None:
+    """Log what ended a thread; the run itself reports a disk that refuses to be written."""
+    if isinstance(error.exc_value, OSError) and of_os_error(error.exc_value):
+        file_only.warning("ended a thread", exc_info=error.exc_value)
+    else:
+        threading.__excepthook__(error)
+
 
 # torch is not imported here because that takes seconds: signals are recorded meanwhile
 Explain = Callable[[BaseException], tuple[str, OutOfMemoryReport]]  # the cause in one line

@@ -18,6 +18,8 @@ from faults.files import nothing
 from sft_play import cli
 from sft_play.errors import ExitClass
 from sft_play.plan import launch
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.report import RunReport
 from sft_play.training.classify import Failure
 from sft_play.training.loop import TrainingLoop
 
@@ -257,6 +259,20 @@ def little_room(bench: Bench) -> Outcome:
         return called(bench, {"train.output_dir": small})
 
 
+def last_report_on_a_full_disk(bench: Bench) -> Outcome:
+    """Another program fills the disk to the last byte, and then the run ends."""
+    with disk(bench.folder / "small", 4) as small:
+        folder = RunFolder(small / "run")
+        folder.write_report(RunReport(status="running"))
+        fill(small, 0)
+        ended = RunReport(status="failed", exit_class=int(ExitClass.DISK_FULL), cause="x" * 9000)
+        with contextlib.suppress(OSError):
+            folder.write_report(ended)
+        found = folder.read_report()
+        assert not [path for path in folder.path.iterdir() if path.name != "run.json"]
+        return Outcome(found.exit_class or 0, f"{found.status}: {found.cause}"[:200])
+
+
 def refused_rename(number: int) -> Callable[[Bench], Outcome]:
     """Return an injection: the system refuses to rename a checkpoint, by a number of errno."""
 
@@ -313,6 +329,15 @@ ROWS = (
         ("free some space, then resume",),
         CLASSES,
         loses=1,
+    ),
+    Fault(
+        "full-disk-run.json",
+        "another program fills the disk to the last byte before the run writes why it ends",
+        last_report_on_a_full_disk,
+        ExitClass.DISK_FULL,
+        ("failed: xxx",),
+        Guard("sft_play.runs.folder:RESERVED_BYTES", 0),
+        5,
     ),
     Fault(
         "full-cache",
