@@ -12,7 +12,6 @@ from sft_play.commands import each_gpu, exports, use
 from sft_play.commands.call import read_call
 from sft_play.commands.options import SetOption, echo_lines
 from sft_play.config.invocation import read_sampling
-from sft_play.stops import stopped_with
 
 app = typer.Typer()
 
@@ -73,7 +72,7 @@ def merge(set_: SetOption = None) -> None:
     dtype = use.asked_dtype(call, run)
     from sft_play.inference.merge import merge_run, not_scored
 
-    with use.used_alone(run), stopped_with("merge was stopped; nothing was published"):
+    with use.used_alone(run, "merge"):
         lines = merge_run(run, dtype)
     echo_lines([*lines, *not_scored(run.read_config())])
 
@@ -86,7 +85,7 @@ def export(set_: SetOption = None) -> None:
     asked = exports.read_export(call, run)
     from sft_play.inference.export import export_run
 
-    with use.used_alone(run), stopped_with("export was stopped; nothing was published"):
+    with use.used_alone(run, "export"):
         lines = export_run(run, asked, call.machine.kind)
     echo_lines(lines)
 

@@ -52,7 +52,7 @@ def push(call: Call) -> list[str]:
     elif not HUB_ID.fullmatch(repo):
         words.problems.append(f"REPO={repo}: write owner/name, such as REPO=name/model")
     refuse(words.problems)
-    with use.used_alone(run):
+    with use.used_alone(run, "push"):
         damage = seal.find_damage(folder)
         if damage is not None:
             raise CheckpointError(f"{folder}: {damage}; make export writes it again")

@@ -2,12 +2,13 @@
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
+from sft_play import stops
 from sft_play.commands.call import Call
 from sft_play.config import layers, loader, targets
 from sft_play.config.loader import LoadedConfig, RunSettings
@@ -151,9 +152,15 @@ def lm_eval_lines(run: RunFolder, tasks: str) -> list[str]:
     return [*lines, shlex.join(command)]
 
 
-def used_alone(run: RunFolder) -> AbstractContextManager[None]:
-    """Lock a run folder against other commands that write to it. Raises: EnvironmentFault."""
-    return lock.used_alone(run.path)
+@contextmanager
+def used_alone(run: RunFolder, command: str) -> Iterator[None]:
+    """Lock a run folder against other commands that write to it, until a signal ends this one.
+
+    Raises: EnvironmentFault, StoppedOnRequest.
+    """
+    stopped = f"{command} was stopped; nothing was published"
+    with lock.used_alone(run.path), stops.stopped_with(stopped):
+        yield
 
 
 def compares(call: Call, run: RunFolder) -> bool:
