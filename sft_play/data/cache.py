@@ -16,12 +16,10 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from sft_play.data.files import file_format
+from sft_play.data.files import digest_code, file_format
 from sft_play.data.images import file_state
 from sft_play.data.ledger import Tally
 from sft_play.data.rows import BadRow, Json
@@ -33,7 +31,6 @@ from sft_play.runs.files import rename, sync
 logger = logging.getLogger(__name__)
 
 IMAGE_STATES = "image_states.jsonl"  # of an entry: the folders of its data files, then its images
-LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the samples
 SUMMARY = "meta.json"
 BAD_ROWS = "bad_rows.jsonl"
 MAX_PARTS = 99  # of a path
@@ -50,7 +47,7 @@ def digest_tokenizer(tokenizer: Any, template: str) -> str:
 def entry_key(files_digest: str, tokenizer_digest: str, policy: Json) -> str:
     """Return the name of an entry: a digest of rows, tokenizer, policy and this package's code."""
     policy_text = json.dumps(policy, sort_keys=True)
-    return _digest(files_digest, tokenizer_digest, policy_text, _digest_code())[:32]
+    return _digest(files_digest, tokenizer_digest, policy_text, digest_code())[:32]
 
 
 def digest_changed_images(entry: Path, folders: Sequence[str]) -> str:
@@ -122,14 +119,6 @@ def _locked(path: Path) -> Iterator[None]:
             logger.warning("another run tokenizes the same rows; waiting for it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-@cache
-def _digest_code() -> str:
-    """Return a digest of this package's source, so that changed code never reads old entries."""
-    sources = sorted(Path(__file__).parent.glob("*.*"))
-    versions = [f"{name}=={metadata.version(name)}" for name in LIBRARIES]
-    return _digest(*(path.read_text(encoding="utf-8") for path in sources), *versions)
 
 
 def _digest(*texts: str) -> str:

@@ -16,6 +16,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -47,6 +48,7 @@ FORMATS = (
     *COLUMNAR_FORMATS,
     SHEET,
 )
+LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the samples
 UNPACK = "unpack it first with gzip -dk or zstd -d"
 UNPACKED_BYTES = 256 << 10  # at once
 ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; larger chunks are not faster
@@ -136,6 +138,13 @@ def digest_files(paths: Iterable[Path], choice: str = "") -> str:
         with path.open("rb") as file:
             total.update(hashlib.file_digest(file, "sha256").digest())
     return total.hexdigest()
+
+
+@functools.cache
+def digest_code() -> str:
+    """Return a digest of this package's source, so that changed code never reads old entries."""
+    versions = [f"{name}=={metadata.version(name)}" for name in LIBRARIES]
+    return digest_files(sorted(Path(__file__).parent.glob("*.*")), " ".join(versions))
 
 
 def suggest_path(missing: str | Path) -> str:

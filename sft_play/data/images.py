@@ -49,7 +49,8 @@ FETCH_SECONDS = 60
 REMEMBERED = 1 << 16  # files
 BEGINNING_BYTES = 256
 # Pillow checks little: a damaged file may raise any of Python's errors
-State = tuple[int, int] | None  # of a file: bytes and time in ns; None: unknown
+# Of a file: bytes, and times in ns of which no program can set the second; None: unknown
+State = tuple[int, int, int] | None
 DAMAGED = (OSError, SyntaxError, EOFError, zlib.error, struct.error, *OF_A_WRONG_VALUE)
 BEGINNINGS = {
     b"version https://git-lfs": "a pointer of git-lfs, not the image; git lfs pull fetches it",
@@ -193,7 +194,7 @@ def file_state(path: str) -> State:
     """Return the properties of a file that a write changes."""
     with contextlib.suppress(OSError, ValueError):
         stat = os.stat(path)
-        return stat.st_size, stat.st_mtime_ns
+        return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
     return None
 
 

@@ -190,25 +190,30 @@ def _similar_names(name: str) -> str:
     return f"; known without the hub: {', '.join(names[found] for found in near)}" if near else ""
 
 
+def find_folder(
+    name: str, revision: str | None, environ: Mapping[str, str], kind: str = "models"
+) -> Path | None:
+    """Return a local folder, or a snapshot in the cache of huggingface_hub, None without it.
+
+    A snapshot has the name of its commit. Importing huggingface_hub would take half a second.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    cache_home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache")
+    home = Path(environ.get("HF_HOME") or cache_home / "huggingface")
+    hub = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+    repo = hub / f"{kind}--{name.replace('/', '--')}"
+    reference = repo / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    return repo / "snapshots" / commit if commit else None
+
+
 def find_file(
     name: str, file: str, revision: str | None, environ: Mapping[str, str]
 ) -> Path | None:
-    """Return a file of a local model or of one in the cache of huggingface_hub, None without it.
-
-    Importing huggingface_hub would take half a second.
-    """
-    path = Path(name) / file
-    if not Path(name).is_dir():
-        cache_home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache")
-        home = Path(environ.get("HF_HOME") or cache_home / "huggingface")
-        hub = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-        repo = hub / f"models--{name.replace('/', '--')}"
-        reference = repo / "refs" / (revision or "main")
-        commit = reference.read_text().strip() if reference.is_file() else revision or ""
-        if not commit:
-            return None
-        path = repo / "snapshots" / commit / file
-    return path if path.is_file() else None
+    """Return a file of a local model or of one in the hub's cache, None without it."""
+    folder = find_folder(name, revision, environ)
+    return folder / file if folder and (folder / file).is_file() else None
 
 
 def go_offline_without_network() -> None:
