@@ -15,11 +15,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from sft_play.data.files import digest_code, file_format
+from sft_play.data.file_kinds import file_format
 from sft_play.data.images import file_state
 from sft_play.data.ledger import Tally
 from sft_play.data.rows import BadRow, Json
@@ -31,6 +33,7 @@ from sft_play.runs.files import rename, sync
 logger = logging.getLogger(__name__)
 
 IMAGE_STATES = "image_states.jsonl"  # of an entry: the folders of its data files, then its images
+LIBRARIES = ("transformers", "tokenizers", "jinja2")  # their versions may change the samples
 SUMMARY = "meta.json"
 BAD_ROWS = "bad_rows.jsonl"
 MAX_PARTS = 99  # of a path
@@ -47,7 +50,7 @@ def digest_tokenizer(tokenizer: Any, template: str) -> str:
 def entry_key(files_digest: str, tokenizer_digest: str, policy: Json) -> str:
     """Return the name of an entry: a digest of rows, tokenizer, policy and this package's code."""
     policy_text = json.dumps(policy, sort_keys=True)
-    return _digest(files_digest, tokenizer_digest, policy_text, digest_code())[:32]
+    return _digest(files_digest, tokenizer_digest, policy_text, _digest_code())[:32]
 
 
 def digest_changed_images(entry: Path, folders: Sequence[str]) -> str:
@@ -66,6 +69,13 @@ def digest_changed_images(entry: Path, folders: Sequence[str]) -> str:
             is_changed |= is_moved or now != line
             total.update(now.encode())
     return _digest(*folders, total.hexdigest()) if is_changed else ""
+
+
+def read_image_paths(entry: Path) -> list[str]:
+    """Return the paths of the images that the rows of an entry name."""
+    with (entry / IMAGE_STATES).open(encoding="utf-8") as lines:
+        next(lines)
+        return [json.loads(line)[0] for line in lines]
 
 
 def get_or_build(
@@ -121,6 +131,14 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+@cache
+def _digest_code() -> str:
+    """Return a digest of this package's source, so that changed code never reads old entries."""
+    sources = sorted(Path(__file__).parent.glob("*.*"))
+    versions = [f"{name}=={metadata.version(name)}" for name in LIBRARIES]
+    return _digest(*(path.read_text(encoding="utf-8") for path in sources), *versions)
+
+
 def _digest(*texts: str) -> str:
     total = hashlib.sha256()
     for text in texts:
@@ -162,6 +180,7 @@ class TokenizedSource:
     file_bytes: int | None = None  # of the files; None in a data.json of an older version
     choice: str = ""  # which of its rows were used; empty for all rows
     title: str | None = None  # given by the user
+    unread: dict[str, int] = field(default_factory=dict)  # other files in its folder, by ending
 
     @property
     def label(self) -> str:

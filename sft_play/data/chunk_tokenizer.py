@@ -116,6 +116,7 @@ DOUBTS = {
         r"\s*(?i:n/?a|null|none|nan|-+)\.?\s*"
     ).fullmatch,
 }
+REFUSALS = "an answer is the text in `refusal`, as its content is null or empty"
 WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says"  # a note
 
 
@@ -204,6 +205,8 @@ class ChunkTokenizer:
             for words, finds in DOUBTS.items():
                 if any(map(finds, answers)):
                     tally.doubtful[words] += 1
+            if [message for message in row.messages if message.is_refusal]:
+                tally.noted[REFUSALS] += 1
             excluded = list(map(is_trained, row.messages)).count(False)
             if excluded and excluded > row.begins_with_answer:
                 tally.untrained["excluded"] += excluded - row.begins_with_answer

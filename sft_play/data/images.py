@@ -53,7 +53,7 @@ BEGINNING_BYTES = 256
 State = tuple[int, int, int] | None
 DAMAGED = (OSError, SyntaxError, EOFError, zlib.error, struct.error, *OF_A_WRONG_VALUE)
 BEGINNINGS = {
-    b"version https://git-lfs": "a pointer of git-lfs, not the image; git lfs pull fetches it",
+    reading.POINTER: "a pointer of git-lfs, not the image; git lfs pull fetches it",
     b"<svg": "an SVG drawing; save it as PNG",
     b"<!doctype html": "a web page, not an image; fetch the image itself",
     b"<html": "a web page, not an image; fetch the image itself",

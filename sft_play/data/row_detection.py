@@ -13,7 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft_play.data.files import Chunk, base_format, parse_records, refuse_bad_rows
+from sft_play.data.file_kinds import base_format
+from sft_play.data.files import Chunk, parse_records, refuse_bad_rows
 from sft_play.data.row_formats import (
     ROW_FORMATS,
     RowFormat,
@@ -274,7 +275,7 @@ def _leaves(
         for name, held in value.items():
             if "." not in name:
                 inner = f"{path}.{name}" if path else name
-                yield from _leaves(held, inner, (name.lower(), *names), is_in_list)
+                yield from _leaves(held, inner, (name.strip().lower(), *names), is_in_list)
     elif isinstance(value, list) and value:
         has_objects = isinstance(value[0], dict)
         inner = path if has_objects else f"{path}.0"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config
-from sft_play.data.files import Chunk, digest_code, digest_files, read_chunks, refuse_bad_rows
+from sft_play.data.files import Chunk, digest_files, read_chunks, refuse_bad_rows
 from sft_play.data.images import State, file_state
 from sft_play.data.row_detection import ChunkTask, take_rows
 from sft_play.data.row_formats import RowFormat
@@ -34,6 +34,7 @@ from sft_play.data.sources import (
 from sft_play.errors import DataError
 from sft_play.plan import sources
 from sft_play.plan.config_json import find_file, find_folder
+from sft_play.plan.counting import digest_of_code, versions
 from sft_play.plan.recipe import RowFacts
 from sft_play.plan.workload import CHARACTERS_PER_TOKEN, Counted, epoch_rows
 from sft_play.runs.files import read_json, write_json
@@ -218,9 +219,7 @@ def _count_characters(drawn: list[ChunkTask], config: Config) -> list[int]:
     return lengths
 
 
-def _tokenize(
-    drawn: list[ChunkTask], config: Config
-) -> tuple[list[int], float, dict[str, State]]:
+def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float, dict[str, State]]:
     """Return the tokens of rows, the share of them with loss, and their image files.
 
     Raises: DataError, EnvironmentFault.
@@ -253,7 +252,7 @@ def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
     """
     model, environ = config.model, environment()
     facts: list[Any] = [config.data.model_dump(), model.model_dump(include=MODEL_SETTINGS)]
-    facts += [max_seq_len, config.train.order_seed, digest_code()]
+    facts += [max_seq_len, config.train.order_seed, versions(), digest_of_code("data/*.*")]
     for name in SETTINGS.values():
         for section in source_sections(getattr(config.data, name)):
             if not Path(section.path).exists():

@@ -15,13 +15,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from sft_play.config.schema import Config
 from sft_play.data.calls import check_json, drop_filled, has_null_arguments, parse_tools
-from sft_play.data.files import (
-    Chunk,
-    format_origin,
-    parse_records,
-    read_chunks,
-    refuse_bad_rows,
-)
+from sft_play.data.file_kinds import format_origin
+from sft_play.data.files import Chunk, parse_records, read_chunks, refuse_bad_rows
 from sft_play.data.image_parts import attach_images
 from sft_play.data.images import BESIDE_FILES, ImageReader
 from sft_play.data.messages import (

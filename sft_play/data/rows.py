@@ -66,11 +66,12 @@ class Message:
     content: str  # with IMAGE_MARK for each image
     reasoning: str | None = None  # an assistant's reasoning before its answer
     tool_calls: tuple[Json, ...] = ()  # of an assistant, as `messages` parses them
-    name: str | None = None  # of the tool whose answer a tool message contains
+    name: str | None = None  # of the speaker; of the tool whose answer a tool message contains
     tool_call_id: str | None = None
     is_trained: bool = True  # of an assistant: the answer carries loss
     weight: float = 1.0  # of its tokens in the loss
     images: tuple[ImageFile, ...] = ()
+    is_refusal: bool = False  # of an assistant: the content is what a log has as `refusal`
 
     @property
     def texts(self) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from sft_play.data.files import format_origin
+from sft_play.data.file_kinds import format_origin
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.rows import ImageFile, PromptIds, Row
 

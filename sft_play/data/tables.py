@@ -105,17 +105,18 @@ def _find_delimiter(first_line: str) -> str:
 
 
 def name_columns(where: str, names: list[str]) -> list[str]:
-    """Return the names of columns, without empty ones at the end; `where` begins errors.
+    """Return the names of columns without blanks around them; `where` begins errors.
 
+    Columns at the end that have no name are left out.
     A first column without a name, as pandas writes its index, gets the name that pandas uses.
     """
-    names = list(names)
-    while names and not names[-1].strip():
+    names = list(map(str.strip, names))
+    while names and not names[-1]:
         names.pop()
-    if names and not names[0].strip():
+    if names and not names[0]:
         names[0] = PANDAS_INDEX
     for number, name in enumerate(names, 1):
-        if not name.strip():
+        if not name:
             raise DataError(f"{where}, and number {number} of {len(names)} has no name")
     for name, times in Counter(names).items():
         if times > 1:

@@ -15,7 +15,7 @@ from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
-from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord, shorten
+from sft_play.data.rows import FORMS, Json, NumberedRecord, UnreadableRecord, shorten
 from sft_play.errors import DataError
 
 MAX_LINE_BYTES = 16 << 20  # about four million tokens; parsed, it may need 30 times as much
@@ -44,11 +44,7 @@ WESTERN_SHARE = 0.95
 SAMPLED_LINES = 1000  # lines that are not ASCII
 CHANCE_SHARE = 0.05  # of lines in another encoding that may also be valid UTF-8
 LEAST_BYTES = 8  # non-ASCII bytes that charset_normalizer needs to detect an encoding
-SPLITS = {  # a word in the name of a file, a folder or a list: its split
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
+SPLITS = {word: split for split, words in FORMS["splits"].items() for word in words.split()}
 WORDS = re.compile(r"[a-z]+")
 READERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}
 

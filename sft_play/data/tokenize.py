@@ -10,7 +10,7 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -35,6 +35,7 @@ from sft_play.data.cache import (
     digest_tokenizer,
     entry_key,
     get_or_build,
+    read_image_paths,
 )
 from sft_play.data.chunk_tokenizer import ChunkTokenizer, TokenizedChunk
 from sft_play.data.files import ROWS_PER_CHUNK, BadRows, read_chunks
@@ -128,6 +129,13 @@ def tokenize_sources(
             account.tallies[named] = done.read_summary().tally
             tokenized.append(done)
         splits[split] = tuple(tokenized)
+    every = list(chain(*splits.values()))
+    sources_found = list(chain(*found.values()))
+    if any(source.unread for source in sources_found):
+        shown = set(chain(*(read_image_paths(Path(one.folder)) for one in every)))
+        for one, source in zip(every, sources_found, strict=True):
+            unread = [file for file in source.unread if os.path.abspath(file) not in shown]
+            one.unread.update(Counter(file.suffix or "without ending" for file in unread))
     return splits
 
 

@@ -49,6 +49,11 @@ get_images = attrgetter("images")
 is_trained = attrgetter("is_trained")
 INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # a single blank does not count
 MAX_VARIANTS = 64  # values of a template's variables whose checks are cached
+SPOKEN = {"name", "tool_call_id"}  # keys of messages; the others are searched in the text
+UNWRITTEN = (
+    "messages[].{0} of the {1} is in no token: the chat template does not write it; "
+    "MODEL_CHAT_TEMPLATE=<file> with one that writes message.{0}, or put it into the contents"
+)
 TRIMMED = (
     "blanks and line breaks around a message are left out, as the chat template trims messages; "
     "an answer's indentation is trained"
@@ -132,15 +137,37 @@ class TrainingTextBuilder:
         return self._variants[key]
 
     def describe_unread(self, row: Row) -> Notes:
-        """Return notes on a row's variables that the template does not read."""
+        """Return notes on variables that the template does not read, and keys without a token."""
         if not row.variables:
-            return ()
+            return self._describe_unwritten(row)
         read = self._template.variables_read
         names = ", ".join(sorted(read)) or "none"
-        return tuple(
+        notes = [
             f"the variable {name} is not used: the chat template reads {names}"
             for name in sorted(row.variables.keys() - read)
+        ]
+        return (*notes, *self._describe_unwritten(row))
+
+    def _describe_unwritten(self, row: Row) -> Notes:
+        """Return notes on names and ids of messages that change nothing in the row's text."""
+        messages = template_messages(row.messages)
+        places = {(message["role"], key) for message in messages for key in message.keys() & SPOKEN}
+        return tuple(
+            UNWRITTEN.format(key, role)
+            for role, key in sorted(places)
+            if not self._writes(row, messages, role, key)
         )
+
+    def _writes(self, row: Row, messages: list[Json], role: str, key: str) -> bool:
+        """Return whether the text of a row depends on a key of the messages of a role."""
+        without = [
+            {name: given[name] for name in given if (given["role"], name) != (role, key)}
+            for given in messages
+        ]
+        render = self._template.render_conversation
+        with contextlib.suppress(RenderError):  # the template requires the key
+            return render(messages, row.tools) != render(without, row.tools)
+        return True
 
     def build(self, row: Row) -> list[RenderedSample]:
         """Return the texts that train the answers of an arranged conversation, each once.
