@@ -88,7 +88,12 @@ class Renderer:
         tokenized one by one, with their special tokens. A row without trained tokens has no
         sample.
         """
-        written = self.write_texts(rows)
+        return self.label(rows, self.write_texts(rows))
+
+    def label(
+        self, rows: Sequence[Row], written: Sequence[list[RenderedSample] | RenderError]
+    ) -> list[tuple[RenderedSample, ...] | RenderError]:
+        """Return the samples of the texts that `write_texts` has written for rows."""
         texts: list[RenderedSample] = []
         for found in written:
             if not isinstance(found, RenderError):

@@ -319,8 +319,10 @@ def tokenize_tasks(
                 yield in_flight[0][1].result()
                 in_flight.popleft()
         except (BrokenProcessPool, MemoryError):
+            pace = Pace(Stage("looking for the row that exceeds a limit", len(in_flight), "chunks"))
             for task, _ in in_flight:
-                chunk_tokenizer.refuse_endless_rows(task)
+                chunk_tokenizer.refuse_endless_rows(task, pace)
+                pace.advance(1)
             raise OutOfMemory(
                 "a process that tokenized rows was killed, most likely for memory; "
                 "free some, or split the file"
