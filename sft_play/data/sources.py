@@ -33,6 +33,7 @@ SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"
 SPARK_PART = "part-"  # start of the names of files that Spark writes; some have no row
 # Files that the datasets library saves next to the rows
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+OF_SYSTEM = re.compile("/|/(proc|sys)(/.*)?|/(dev|run|usr|etc|var|boot)")  # not walked
 # Files about the others, which are not listed as unread
 HOUSEKEEPING = re.compile(
     "(?i)(readme|licen[cs]e|copying|notice|authors|citation|change(log|s)|contributing|"
@@ -305,10 +306,15 @@ def _list_folder(
     files: list[Path] = []
     unsupported: list[Path] = []
     others: list[Path] = []
+    if OF_SYSTEM.fullmatch(os.path.realpath(folder)):
+        raise DataError(f"{where}: a folder of the system; name the folder of the data files")
     try:
         _collect(folder, files, unsupported, others)
     except OSError as error:
-        raise DataError(f"{where}: {error.filename} cannot be read: {error.strerror}") from None
+        raise DataError(
+            f"{where}: {error.filename} cannot be read: {error.strerror}; "
+            "name the folder of the data files, or let this user read it"
+        ) from None
     notes = [path for path in files if base_format(path) == MARKDOWN and read_as != "text"]
     files = [path for path in files if path not in notes]
     if unsupported:
