@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from pydantic_core import PydanticUndefined
 
-from sft_play.config.messages import wanted, word
+from sft_play.config.messages import not_utf8, wanted, word
 from sft_play.config.schema import (
     Config,
     Section,
@@ -296,7 +296,7 @@ def _parse_word(path: str, text: str) -> YamlValue:
         return None
     if any(text in getattr(kind, "__args__", ()) for kind in expected):  # a choice of a Literal
         return text
-    if is_structured(path) and text[:1] in ("{", "["):
+    if is_structured(path) and text[:1] in ("{", "[") and not not_utf8(text):
         return parse_flow(text)
     if str in expected:
         return text

@@ -24,9 +24,7 @@ from sft_play.data.rows import (
 
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 SCHEMA_KEYS = ("input_schema", "inputSchema")  # Anthropic's and Bedrock's parameters
-TEXT_KEYS = frozenset(
-    ("default", "const", "description", "name", "title", "pattern", "enum", "examples")
-)
+TEXT_KEYS = set("default const description name title pattern enum examples".split())
 JSON_IN_TEXT = re.compile(r'": "[\[{]')
 FILLED = re.compile(r'(?<!"default)(?<!"const)(?<!\\)": null')  # a null that only tables write
 JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')

@@ -52,13 +52,8 @@ from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
 from sft_play.data.training_text import is_trained
 from sft_play.errors import DataError
-from sft_play.progress import Pace
 
-STEPS = (
-    ("the chat template", TEMPLATE_REMEDY),
-    ("the tokenizer", TOKENIZER_REMEDY),
-    ("reading the long texts that the chat template writes", TEMPLATE_REMEDY),
-)
+STEPS = (("the chat template", TEMPLATE_REMEDY), ("the tokenizer", TOKENIZER_REMEDY))
 CUT = {"truncate_left": "truncated", "split": "split"}  # how a policy changes rows
 
 
@@ -274,7 +269,7 @@ class ChunkTokenizer:
             tally.shortened.update(reasons)
         return stored
 
-    def refuse_endless_rows(self, task: ChunkTask, pace: Pace) -> None:
+    def refuse_endless_rows(self, task: ChunkTask, title: str) -> None:
         """Raise DataError for rows whose processing by the model's files exceeds a limit.
 
         It names the step that ran when the limit was exceeded, and the row, or all rows until then
@@ -293,10 +288,11 @@ class ChunkTokenizer:
                 written = self._renderer.write_texts([row])
                 for text in () if isinstance(written[0], RenderError) else written[0]:
                     characters += len(text.text)
-                reached[1] = 1 + (characters * CHARACTER_SECONDS > seconds)
+                # else the template has written too much
+                reached[1] = characters * CHARACTER_SECONDS <= seconds
                 self._renderer.label([row], written)
 
-        excess = find_excess(render_rows, seconds, grown_bytes, pace)
+        excess = find_excess(render_rows, seconds, grown_bytes, title)
         if excess:
             last = int(reached[0])
             first = last if 2 * reached[2] < max(1, seconds) else 0

@@ -64,7 +64,6 @@ class Content:
 
 
 CONTENTS = [Content(**facts) for facts in FORMS["contents"]]
-UNPACK = {content.ending: content.unpack for content in CONTENTS}
 
 
 def read_ends(path: Path) -> bytes:
@@ -94,7 +93,7 @@ def _remedy(path: Path, content: Content, is_unpacked: bool) -> str:
     if content.remedy:
         return content.remedy
     if is_unpacked:
-        return f"unpack it: {UNPACK[path.suffix.lower()]} {shlex.quote(str(path))}"
+        return "unpack it"
     stem = path.name[: -len(file_format(path) or "")]
     named = path.with_name(stem + (base_format(path) if content.unpack else "") + content.ending)
     if file_format(named):

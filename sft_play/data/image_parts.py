@@ -31,19 +31,10 @@ MEDIA = (  # of a part that is not a video, and of one
 NO_ANSWER = "no model here writes images; put it into a question"
 IMAGE_TYPES = ("image", "image_url", "input_image")  # of parts
 BARE_KEYS = ("image", "inlineData", "inline_data")  # of parts without a type
-MEDIA_TYPES = ("video", "video_url", "input_video", "audio", "audio_url", "input_audio")
+MEDIA_TYPES = "video video_url input_video audio audio_url input_audio".split()
 # Keys of a part, or of an object in it: bytes take precedence over their original path
-ENCODED_KEYS = ("bytes", "base64", "data")
-IMAGE_KEYS = (
-    *ENCODED_KEYS,
-    "image",
-    "image_url",
-    "source",
-    "inlineData",
-    "inline_data",
-    "url",
-    "path",
-)
+ENCODED_KEYS = ["bytes", "base64", "data"]
+IMAGE_KEYS = ENCODED_KEYS + "image image_url source inlineData inline_data url path".split()
 # The start of base64 of JPEG, PNG, GIF, WebP, BMP and TIFF; a path also has a dot
 BASE64_IMAGE = re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk|SUkq|TU0AK)[\w+/\s]{60,}=*\s*", re.A)
 

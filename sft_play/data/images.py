@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 # Excludes formats whose reading starts another program (EPS), or that contain no picture
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+IMAGE_FORMATS = "JPEG PNG WEBP GIF BMP TIFF PPM JPEG2000 AVIF".split()
 AS_FORMATS = "save it as JPEG, PNG or WebP"
 WITH_PREVIEW = "MPO"  # a JPEG followed by smaller ones, as phones write it
 DRAFT = 8  # a JPEG is decoded at an eighth of its size, which still reads all of it

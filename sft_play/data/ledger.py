@@ -244,8 +244,7 @@ class Ledger:
 MAX_COLUMNS = 100  # of the text
 REASONS = FORMS["ledger"]  # by counter of a tally: the meaning of each
 
-# The kinds of equality in EqualRows
-EQUAL = {"exact": "to the letter", "normalized": "in the same words", "questions": "by question"}
+EQUAL = REASONS["equal"]  # the kinds of equality in EqualRows
 
 Line = tuple[str, ...]  # its first cell is its name
 

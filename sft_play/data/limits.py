@@ -10,13 +10,12 @@ import faulthandler
 import os
 import resource
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sft_play import stops
 from sft_play.errors import DataError, first_line
-from sft_play.progress import Pace
+from sft_play.progress import Stage, watched
 
 # A template writes a long conversation in a few milliseconds
 CPU_SECONDS = 3
@@ -27,7 +26,6 @@ CHARACTER_BYTES = 512
 # For loading a tokenizer; the largest take some seconds, a conversion takes a minute
 LOAD_SECONDS = 300
 LOAD_BYTES = 8 << 30
-POLL_SECONDS = 0.05
 STATM = Path("/proc/self/statm")  # in pages; the sixth number is what RLIMIT_DATA limits
 TEMPLATE_REMEDY = "correct its loops, or choose another with MODEL_CHAT_TEMPLATE"
 TOKENIZER_REMEDY = "correct tokenizer.json, or get the model again"
@@ -56,11 +54,11 @@ def limited(seconds: float, grown_bytes: int) -> Iterator[None]:
 
 
 def find_excess(
-    call: Callable[[], object], seconds: float, grown_bytes: int, pace: Pace | None = None
+    call: Callable[[], object], seconds: float, grown_bytes: int, title: str = ""
 ) -> str | None:
     """Return the limit that a call exceeds in a fork of this process, None if it exceeds none.
 
-    Meanwhile the lines of `pace` are logged.
+    Meanwhile lines with a `title` are logged.
     """
     with stops.held():
         child = os.fork()
@@ -78,12 +76,8 @@ def find_excess(
             is_short = True
         finally:
             os._exit(is_short)  # the parent gets any other error again
-    ended, status = 0, 0
-    while not ended:
-        ended, status = os.waitpid(child, os.WNOHANG if pace else 0)
-        if pace and not ended:
-            time.sleep(POLL_SECONDS)
-            pace.advance(0)
+    with watched(Stage(title), is_shown=title != ""):  # not before the fork: it has a thread
+        _, status = os.waitpid(child, 0)
     end = os.waitstatus_to_exitcode(status)
     if end == -signal.SIGXCPU:
         return f"has not ended after {seconds:.0f} s"

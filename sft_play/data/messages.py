@@ -19,6 +19,7 @@ from sft_play.data.row_formats import (
     parse_nested,
 )
 from sft_play.data.rows import (
+    FORMS,
     InvalidRowError,
     Json,
     Message,
@@ -39,7 +40,7 @@ from sft_play.data.turns import (
 )
 
 # Flag: the value that includes an answer in the loss; a weight may be any number from 0 up
-LOSS_FLAGS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "mask": 0}
+LOSS_FLAGS = FORMS["flags"]
 PARTS_OF_ANSWERS = ("train_detail", "training_detail")  # Axolotl's, by characters
 MAX_WEIGHT = 1_000_000  # times the usual loss of a token; float32 sums are exact enough
 FLAG_KEYS = frozenset((*LOSS_FLAGS, *PARTS_OF_ANSWERS))

@@ -35,17 +35,6 @@ TWO_BOS = (
 MAX_DECODED_CHARACTERS = 80  # of decoded tokens that an error quotes
 
 
-NAMED_ANSWERS = (
-    "messages[].name of the assistant is left out: the chat template writes it before the answer, "
-    "and no prompt has it"
-)
-
-
-def without_name(message: Message) -> Message:
-    """Return an answer without its speaker's name, any other message unchanged."""
-    return replace(message, name=None) if message.role == "assistant" else message
-
-
 class _JoinedLineBreaks(RenderError):
     """A token of line breaks belongs to both the prompt and the answer, e.g. in Qwen."""
 
@@ -130,12 +119,6 @@ class Renderer:
             texts = builder.for_row(escaped).build(escaped)
             notes += builder.describe_unread(arranged)
         except RenderError as error:
-            unnamed = tuple(map(without_name, row.messages))
-            if unnamed != row.messages:
-                written = self._write(replace(row, messages=unnamed))
-                for text in () if isinstance(written, RenderError) else written:
-                    text.notes += (NAMED_ANSWERS,)
-                return written
             return RenderError(self._special.plain(f"{row.origin}: {error}"))
         for text in texts:
             text.notes += notes

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk, digest_files, read_chunks, refuse_bad_rows
-from sft_play.data.images import State, file_state
 from sft_play.data.row_detection import ChunkTask, take_rows
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
@@ -48,11 +47,7 @@ SAMPLED_ROWS = 2000  # of all sources together, each by its share of an epoch
 SAMPLED_BYTES = 4 << 20  # size on disk; fewer long rows are drawn
 FEWEST_ROWS = 50
 DIGESTED_BYTES = 256 << 20  # of a source: a sixth of a second
-# Of a model: all but its weights; and the settings that change how it reads texts
-MODEL_FILES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
-MODEL_SETTINGS = {
-    *("name", "revision", "add_tokens", "chat_template", "template_kwargs", "template_date"),
-}
+MODEL_FILES = ".json .jinja .model .txt .tiktoken .py".split()  # all but the weights
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 
@@ -77,9 +72,10 @@ def look_at_rows(
     """
     config = config.changed({"data": sources.resolved(config.data)})
     model = config.model
-    recorded = _read_facts(_record_path(config))
-    if recorded is not None:
-        return recorded
+    path = _record_path(config)
+    if path.is_file():
+        facts = read_json(path)
+        return RowFacts(**{**facts, "lengths": tuple(facts["lengths"])})
     try:
         begun = _read_beginnings(config, may_fetch)
     except DataError as error:  # the run itself reports every bad row and stops
@@ -93,9 +89,9 @@ def look_at_rows(
     elif not may_fetch and not is_here:
         reason = f"the tokenizer of {model.name} is not on this machine"
     if reason is None:
-        lengths, labelled, images = _tokenize(drawn, config)
+        lengths, labelled, names_files = _tokenize(drawn, config)
     else:
-        lengths, labelled, images = _count_characters(drawn, config), None, {}
+        lengths, labelled, names_files = _count_characters(drawn, config), None, True
     if not lengths:
         return "none of the first rows can be used"
     held_out = 0.0
@@ -110,21 +106,10 @@ def look_at_rows(
         are_texts=all(task.row_format.name == "text" for task in drawn),
         labelled=labelled,
     )
-    if reason is None:
+    if not names_files:  # images may change
         # the tokenizer, the rows, and so the name of the record may have been fetched meanwhile
-        write_json(_record_path(config), {**asdict(facts), "images": images})
+        write_json(_record_path(config), asdict(facts))
     return facts
-
-
-def _read_facts(path: Path) -> RowFacts | None:
-    """Return recorded facts, None if there are none, or if an image of the rows has changed."""
-    if not path.is_file():
-        return None
-    facts = read_json(path)
-    images = facts.pop("images")
-    if any(list(file_state(image) or ()) != state for image, state in images.items()):
-        return None
-    return RowFacts(**{**facts, "lengths": tuple(facts["lengths"])})
 
 
 def check_first_rows(config: Config) -> None:
@@ -219,8 +204,8 @@ def _count_characters(drawn: list[ChunkTask], config: Config) -> list[int]:
     return lengths
 
 
-def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float, dict[str, State]]:
-    """Return the tokens of rows, the share of them with loss, and their image files.
+def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float, bool]:
+    """Return the tokens of rows, the share of them with loss, and whether they name files.
 
     Raises: DataError, EnvironmentFault.
     """
@@ -236,13 +221,13 @@ def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float,
     config = config.changed({"model.max_seq_len": 1 << 30})  # so that no row is cut
     tokenizer = ChunkTokenizer(config, load_tokenizer(config), decodes=False)
     lengths: list[int] = []
-    images: dict[str, State] = {}
+    names_files = False
     trained = 0
     for done in tokenize_tasks(iter(drawn), tokenizer, processes=1):
         lengths += np.diff(done.samples.records["end"], prepend=0).tolist()
         trained += done.tally.trained_tokens
-        images |= done.image_states
-    return lengths, trained / max(1, sum(lengths)), images
+        names_files |= bool(done.image_states)
+    return lengths, trained / max(1, sum(lengths)), names_files
 
 
 def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
@@ -251,7 +236,7 @@ def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
     The name digests what the samples depend on: settings, rows, files of the model, and code.
     """
     model, environ = config.model, environment()
-    facts: list[Any] = [config.data.model_dump(), model.model_dump(include=MODEL_SETTINGS)]
+    facts: list[Any] = [config.data.model_dump(), model.model_dump(exclude={"max_seq_len"})]
     facts += [max_seq_len, config.train.order_seed, versions(), digest_of_code("data/*.*")]
     for name in SETTINGS.values():
         for section in source_sections(getattr(config.data, name)):

@@ -77,8 +77,9 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
             keys.add(f"{style}{IN_TEXT}{column}")
     turns = parse_nested(record.get(row_format.turn_column))
     for turn in map(parse_nested, turns if isinstance(turns, list) else ()):
-        if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
-            others = turn.keys() - USED_TURN_KEYS
+        if isinstance(turn, dict):
+            is_answer = ROLES.get(str(turn.get("role")).lower()) == "assistant"
+            others = turn.keys() - (USED_TURN_KEYS - {"name"} if is_answer else USED_TURN_KEYS)
             keys.update(f"{TURN_PREFIX}{key}" for key in others if is_given(turn[key]))
     return keys
 

@@ -209,7 +209,7 @@ def list_columns(names: Iterable[str]) -> str:
 
 # Whitespace, and what joins Persian and Indic letters, emoji, and the letters of flags
 SHOWN_CHARACTERS = {*" \n\t\u3000", "\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
-HIDDEN_CATEGORIES = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs"}
+HIDDEN_CATEGORIES = "Cc Cf Co Cs Zl Zp Zs".split()
 
 
 def make_visible(text: str) -> str:

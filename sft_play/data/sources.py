@@ -303,20 +303,26 @@ def _list_folder(
 
     Neither has names that begin with . or _, and the second no HOUSEKEEPING.
     """
-    files: list[Path] = []
-    unsupported: list[Path] = []
-    others: list[Path] = []
     if OF_SYSTEM.fullmatch(os.path.realpath(folder)):
         raise DataError(f"{where}: a folder of the system; name the folder of the data files")
+    files: list[Path] = []
+    unsupported: list[Path] = []
+    unread: list[Path] = []
     try:
-        _collect(folder, files, unsupported, others)
+        for path in _walk(folder):
+            is_part = path.name.startswith(SPARK_PART)
+            is_data = file_format(path) and not path.is_dir()
+            if is_data and (base_format(path) != MARKDOWN or read_as == "text"):
+                files.append(path)
+            elif path.is_dir() or path.suffix.lower() in UNSUPPORTED or is_part:
+                unsupported.append(path)  # also a linked folder, which might lead back here
+            elif not HOUSEKEEPING.match(path.name):
+                unread.append(path)
     except OSError as error:
         raise DataError(
             f"{where}: {error.filename} cannot be read: {error.strerror}; "
             "name the folder of the data files, or let this user read it"
         ) from None
-    notes = [path for path in files if base_format(path) == MARKDOWN and read_as != "text"]
-    files = [path for path in files if path not in notes]
     if unsupported:
         more = f" and {len(unsupported) - 1} more" if len(unsupported) > 1 else ""
         raise DataError(
@@ -329,6 +335,7 @@ def _list_folder(
             f"{where}: contains {texts[0]} next to files of rows; "
             "move it away, or begin its name with _"
         )
+    notes = [path for path in unread if base_format(path) == MARKDOWN]
     if not files and notes:
         raise DataError(
             f"{where}: contains only .md files ({len(notes)}, the first is {min(notes)}); "
@@ -336,11 +343,11 @@ def _list_folder(
         )
     if not files:
         raise DataError(f"{where}: no data file in this folder; {ENDINGS}")
-    unread = [path for path in (*others, *notes) if not HOUSEKEEPING.match(path.name)]
     return tuple(sorted(files, key=lambda path: path.relative_to(folder).as_posix())), tuple(unread)
 
 
-def _collect(folder: Path, files: list[Path], unsupported: list[Path], others: list[Path]) -> None:
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files and linked folders in and below a folder that are not hidden or empty."""
     with os.scandir(folder) as entries:
         for entry in entries:
             path = folder / entry.name
@@ -348,17 +355,10 @@ def _collect(folder: Path, files: list[Path], unsupported: list[Path], others: l
                 raise DataError(f"{path} {NOT_UTF8}")
             if entry.name.startswith((".", "_")) or entry.name in METADATA:
                 continue
-            is_part = entry.name.startswith(SPARK_PART)
-            if is_part and not entry.stat().st_size:
-                continue
             if entry.is_dir(follow_symlinks=False):
-                _collect(path, files, unsupported, others)
-            elif file_format(path) and not path.is_dir():
-                files.append(path)
-            elif path.is_dir() or path.suffix.lower() in UNSUPPORTED or is_part:
-                unsupported.append(path)  # also a linked folder, which might lead back here
-            else:
-                others.append(path)
+                yield from _walk(path)
+            elif not entry.name.startswith(SPARK_PART) or entry.stat().st_size:
+                yield path
 
 
 def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:

@@ -54,13 +54,7 @@ TOOL = json.loads(
     }
 }"""
 )
-# Keys of tools: the test words in their places
-TOOL_WORDS = {
-    "description": ("Zq1Description",),
-    "properties": ("zq1_key", "zq2_key", "zq3_key", "zq4_key"),
-    "enum": ("Zq1Choice",),
-    "default": ("Zq1Default",),
-}
+TOOL_WORDS = FORMS["tool_words"]
 # Type and truth of an argument: its value in call 1 or 2, and how it may be written
 ARGUMENTS = {
     (facts["type"], facts["is_true"]): (facts["value"], facts["written"])

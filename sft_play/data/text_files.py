@@ -99,9 +99,9 @@ def split_of(name: str) -> str | None:
     return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
-def read_lines(path: Path, stream: IO[bytes], is_json: bool = True) -> Iterator[NumberedRecord]:
+def read_lines(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
     """Yield the lines of a file, undecoded, without blank ones. Raises DataError."""
-    is_first = is_json
+    is_first = True
     for number in count(1):
         line = stream.readline(MAX_LINE_BYTES)
         if number == 1:

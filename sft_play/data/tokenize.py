@@ -59,19 +59,12 @@ IMAGE_ROWS = 32  # of a chunk: decoding an image takes as long as tokenizing fif
 CHUNKS_IN_FLIGHT = 3  # per process
 CHECKED_ROWS = 2000  # most mistakes show in these; after them, a bad row ends the reading at once
 # Settings of data that change every row. They are part of the cache key.
-ROW_SETTINGS = {
-    "too_long",
-    "train_on",
-    "reasoning",
-    "special_tokens_in_text",
-    "system_prompt",
-    "system_prompt_mode",
-    "on_bad_row",
-    "image_min_pixels",
-    "image_max_pixels",
-    "image_folder",
-    "image_urls",
-}
+ROW_SETTINGS = set(
+    """
+    too_long train_on reasoning special_tokens_in_text system_prompt system_prompt_mode on_bad_row
+    image_min_pixels image_max_pixels image_folder image_urls
+    """.split()
+)
 
 
 def tokenize_sources(
@@ -321,7 +314,7 @@ def tokenize_tasks(
         except (BrokenProcessPool, MemoryError):
             pace = Pace(Stage("looking for the row that exceeds a limit", len(in_flight), "chunks"))
             for task, _ in in_flight:
-                chunk_tokenizer.refuse_endless_rows(task, pace)
+                chunk_tokenizer.refuse_endless_rows(task, pace.stage.title)
                 pace.advance(1)
             raise OutOfMemory(
                 "a process that tokenized rows was killed, most likely for memory; "

@@ -135,7 +135,7 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
             if record.get(key):
                 calls += parse(record[key], f".{key}")
         content = (content or "") if calls and is_blank(content) else parse_text(content, name)
-        return Message(role, content, _find_reasoning(record), calls, speaker)
+        return Message(role, content, _find_reasoning(record), calls)
     # blank is allowed: a function may return nothing
     check_encodable(_require_text(content, name), name)
     if role == "system":
