@@ -9,7 +9,6 @@ MAX_BYTES = 4 << 20  # of a template, a schema or code; a config has a bound of 
 # gzip itself reaches 1,032. Chats have 3 to 20; with a long system prompt in each, some 100
 MAX_RATIO = 200
 FREE_BYTES = 4 << 20  # decoded; fewer do no harm
-POINTER = b"version https://git-lfs"  # what git writes in place of a file without git-lfs
 KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",

@@ -18,8 +18,8 @@ from record_files import (
 )
 
 from sft_play.data import files
-from sft_play.errors import DataError
 from sft_play.data.files import format_origin, parse_records, read_chunks
+from sft_play.errors import DataError
 
 
 @pytest.mark.parametrize("name", WRITERS)

@@ -190,7 +190,7 @@ def test_a_header_says_the_size_as_it_is_shown(orientation, folder):
 def test_images_of_a_folder_that_no_row_names_are_counted(folder, base, own):
     draw_image(folder / "unnamed.png", (32, 32))
     ledger = build_run_data(configured(folder, base, train_path=str(folder)), own).ledger
-    assert ledger.notes[0] == f"{folder}: 1 file is not read: 1 .png"
+    assert ledger.notes[0] == f"{folder}: 1 files are not read: 1 .png"
 
 
 def test_the_ledger_counts_images_and_their_tokens(folder, base, own):

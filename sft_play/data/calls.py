@@ -17,6 +17,7 @@ from sft_play.data.rows import (
     InvalidRowError,
     Json,
     Message,
+    Messages,
     check_encodable,
     is_blank,
     shorten,
@@ -180,7 +181,7 @@ def parse_python_calls(value: Any, name: str) -> tuple[Json, ...]:
     return parse_calls(calls, name)
 
 
-def drop_filled(messages: Sequence[Message], tools: Sequence[Json]) -> tuple[Message, ...]:
+def drop_filled(messages: Sequence[Message], tools: Sequence[Json]) -> Messages:
     """Return messages with null arguments removed if the tool does not name the argument."""
     schemas = {tool["function"].get("name"): tool["function"].get("parameters") for tool in tools}
     kept = []

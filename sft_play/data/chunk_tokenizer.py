@@ -290,7 +290,7 @@ class ChunkTokenizer:
                     characters += len(text.text)
                 # else the template has written too much
                 reached[1] = characters * CHARACTER_SECONDS <= seconds
-                self._renderer.label([row], written)
+                self._renderer.render([row], written)
 
         excess = find_excess(render_rows, seconds, grown_bytes, title)
         if excess:

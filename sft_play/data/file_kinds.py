@@ -1,16 +1,15 @@
 """The format of a data file, by its name and by its first bytes. Loads no torch."""
 
 import functools
-import os
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft_play import reading
 from sft_play.data.rows import FORMS
 from sft_play.data.tables import DELIMITERS
 from sft_play.errors import DataError
+from sft_play.plan.base_model import POINTER
 
 SHEET = ".xlsx"
 MARKDOWN = ".md"
@@ -26,8 +25,7 @@ FORMATS = (
     SHEET,
 )
 ENDINGS = f"a data file ends in {', '.join(FORMATS)}"
-FIRST_BYTES = 512
-LAST_BYTES = 64 << 10  # a ZIP archive lists its files at the end
+FIRST_BYTES = 4096  # with the first names in an Office file
 
 
 def file_format(path: Path) -> str | None:
@@ -66,23 +64,15 @@ class Content:
 CONTENTS = [Content(**facts) for facts in FORMS["contents"]]
 
 
-def read_ends(path: Path) -> bytes:
-    """Return the first and the last bytes of a file."""
-    with path.open("rb") as file:
-        first = file.read(FIRST_BYTES)
-        file.seek(max(FIRST_BYTES, os.fstat(file.fileno()).st_size - LAST_BYTES))
-        return first + file.read(LAST_BYTES)
-
-
-def refuse_other_content(path: Path, ends: bytes, is_unpacked: bool = False) -> None:
+def refuse_other_content(path: Path, begins: bytes, is_unpacked: bool = False) -> None:
     """Raise DataError if a file is something else than its name says.
 
-    `ends` are the first bytes, and maybe the last ones, of the file, or of the text in it.
+    `begins` are the first bytes of the file, or of the text in it.
     """
-    if ends.startswith(reading.POINTER):
+    if begins.startswith(POINTER):
         raise DataError(f"{path} is a pointer of git-lfs, not the file; run git lfs pull")
     for content in CONTENTS:
-        if re.match(content.start.encode(), ends):
+        if re.match(content.start.encode(), begins):
             if is_unpacked or not content.ending or path.suffix.lower() != content.ending:
                 raise DataError(f"{path} is {content.what}; {_remedy(path, content, is_unpacked)}")
             return

@@ -32,7 +32,6 @@ from sft_play.data.file_kinds import (
     base_format,
     file_format,
     format_origin,
-    read_ends,
     refuse_other_content,
 )
 from sft_play.data.rows import (
@@ -137,7 +136,8 @@ def read_chunks(
         reading.refuse_special(path)
         if path.is_dir():
             raise DataError(f"{path}: a folder, not a file")
-        refuse_other_content(path, read_ends(path))
+        with path.open("rb") as file:
+            refuse_other_content(path, file.read(FIRST_BYTES))
         if suffix in COLUMNAR_FORMATS:
             from sft_play.data.arrow import ColumnarFile  # takes a quarter of a second to load
 

@@ -17,6 +17,7 @@ from sft_play.data.rows import (
     InvalidRowError,
     Json,
     Message,
+    Messages,
     is_given,
     shorten,
 )
@@ -93,9 +94,7 @@ def refuse_media(part: Any, name: str) -> None:
         raise InvalidRowError(f"{name} is {MEDIA['video' in kind]}")
 
 
-def attach_images(
-    messages: tuple[Message, ...], record: Json, row_format: RowFormat
-) -> tuple[Message, ...]:
+def attach_images(messages: Messages, record: Json, row_format: RowFormat) -> Messages:
     """Return the messages of a record with the images of its columns, in order, at their marks.
 
     Without marks, all images come before the first question. Raises InvalidRowError.
@@ -132,7 +131,7 @@ def attach_images(
     return _pair(messages, images)
 
 
-def _pair(messages: Sequence[Message], images: Sequence[ImageFile]) -> tuple[Message, ...]:
+def _pair(messages: Sequence[Message], images: Sequence[ImageFile]) -> Messages:
     """Return messages with a column's images in place of the same number of marks.
 
     Raises InvalidRowError.

@@ -24,11 +24,12 @@ from sft_play.data.rows import (
     MAX_ENCODED_BYTES,
     ImageFile,
     InvalidRowError,
-    Message,
+    Messages,
     shorten,
 )
 from sft_play.data.tables import OF_A_WRONG_VALUE
 from sft_play.errors import DataError, first_line
+from sft_play.plan.base_model import POINTER
 from sft_play.runs.files import write_bytes
 from sft_play.runs.folder import cache_folder
 
@@ -53,7 +54,7 @@ BEGINNING_BYTES = 256
 State = tuple[int, int, int] | None
 DAMAGED = (OSError, SyntaxError, EOFError, zlib.error, struct.error, *OF_A_WRONG_VALUE)
 BEGINNINGS = {
-    reading.POINTER: "a pointer of git-lfs, not the image; git lfs pull fetches it",
+    POINTER: "a pointer of git-lfs, not the image; git lfs pull fetches it",
     b"<svg": "an SVG drawing; save it as PNG",
     b"<!doctype html": "a web page, not an image; fetch the image itself",
     b"<html": "a web page, not an image; fetch the image itself",
@@ -77,7 +78,7 @@ class ImageReader:
         fetches = data.image_urls == "fetch"
         return cls(folder, cache_folder(config) / "images" if fetches else None, decodes)
 
-    def open_images(self, messages: tuple[Message, ...], data_file: Path) -> tuple[Message, ...]:
+    def open_images(self, messages: Messages, data_file: Path) -> Messages:
         """Return messages with every image opened. Raises InvalidRowError, which names the image.
 
         Relative paths start at the folder of the data file if data.image_folder is null.

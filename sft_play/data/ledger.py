@@ -132,8 +132,7 @@ class SourceLedger:
         if self.unread:
             files = sum(self.unread.values())
             counts = ", ".join(f"{count:,} {end}" for end, count in sorted(self.unread.items()))
-            is_read = "file is not read" if files == 1 else "files are not read"
-            noted.insert(0, f"{name}: {files:,} {is_read}: {counts}")
+            noted.insert(0, f"{name}: {files:,} files are not read: {counts}")
         return noted
 
 

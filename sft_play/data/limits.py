@@ -54,11 +54,14 @@ def limited(seconds: float, grown_bytes: int) -> Iterator[None]:
 
 
 def find_excess(
-    call: Callable[[], object], seconds: float, grown_bytes: int, title: str = ""
+    call: Callable[[], object],
+    seconds: float,
+    grown_bytes: int,
+    title: str = "",
 ) -> str | None:
     """Return the limit that a call exceeds in a fork of this process, None if it exceeds none.
 
-    Meanwhile lines with a `title` are logged.
+    Lines with a title are logged meanwhile.
     """
     with stops.held():
         child = os.fork()

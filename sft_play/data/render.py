@@ -14,7 +14,7 @@ from itertools import chain
 from os.path import commonprefix
 from typing import Any
 
-from sft_play.data.rows import ImageFile, Json, Message, PromptIds, Row, Segment
+from sft_play.data.rows import Images, Json, Message, PromptIds, Row, Segment
 from sft_play.data.special_text import TokensInText, encode, match_any, special_text
 from sft_play.data.templates import ChatTemplate, RenderError, stop_ids, template_messages
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
@@ -67,7 +67,9 @@ class Renderer:
         bos = self._two_bos[:1]
         self._text_prefix = bos if with_special[:1] == bos != without[:1] else []
 
-    def render(self, rows: Sequence[Row]) -> list[tuple[RenderedSample, ...] | RenderError]:
+    def render(
+        self, rows: Sequence[Row], written: Sequence[list[RenderedSample] | RenderError] = ()
+    ) -> list[tuple[RenderedSample, ...] | RenderError]:
         """Return the samples of each row, or why its trained tokens cannot be proven.
 
         A conversation is one sample, or several if the template writes an answer differently once
@@ -77,12 +79,7 @@ class Renderer:
         tokenized one by one, with their special tokens. A row without trained tokens has no
         sample.
         """
-        return self.label(rows, self.write_texts(rows))
-
-    def label(
-        self, rows: Sequence[Row], written: Sequence[list[RenderedSample] | RenderError]
-    ) -> list[tuple[RenderedSample, ...] | RenderError]:
-        """Return the samples of the texts that `write_texts` has written for rows."""
+        written = written or self.write_texts(rows)
         texts: list[RenderedSample] = []
         for found in written:
             if not isinstance(found, RenderError):
@@ -307,7 +304,7 @@ class Renderer:
         return "".join(text.replace("\u2581", " ").split())
 
 
-def images_of(messages: Sequence[Message]) -> tuple[ImageFile, ...]:
+def images_of(messages: Sequence[Message]) -> Images:
     """Return the images of messages in their order."""
     return tuple(chain.from_iterable(map(get_images, messages)))
 

@@ -44,6 +44,7 @@ from sft_play.data.rows import (
     InvalidRowError,
     Json,
     Message,
+    Messages,
     Row,
     Segment,
     is_blank,
@@ -80,7 +81,7 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
         if isinstance(turn, dict):
             is_answer = ROLES.get(str(turn.get("role")).lower()) == "assistant"
             others = turn.keys() - (USED_TURN_KEYS - {"name"} if is_answer else USED_TURN_KEYS)
-            keys.update(f"{TURN_PREFIX}{key}" for key in others if is_given(turn[key]))
+            keys |= {f"{TURN_PREFIX}{key}" for key in others if is_given(turn[key])}
     return keys
 
 
@@ -125,7 +126,7 @@ class SystemPrompt:
         replaces_own = data.system_prompt_mode == "replace"
         return cls(data.system_prompt, replaces_own, ImageReader.from_config(config, decodes))
 
-    def put(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    def put(self, messages: Messages) -> Messages:
         """Return messages that start with the text. Raises InvalidRowError."""
         has_system = messages[0].role == "system"
         if has_system and not self.replaces_own:
@@ -238,7 +239,7 @@ def _parse_row(
     return Row(messages, origin, tools=tools, variables=variables)
 
 
-def _put_system(messages: tuple[Message, ...], record: Json, column: str) -> tuple[Message, ...]:
+def _put_system(messages: Messages, record: Json, column: str) -> Messages:
     """Return messages with the system message of a column. Raises InvalidRowError."""
     system = record.get(column)
     if isinstance(system, list | dict):  # Gemini's parts, Anthropic's and Bedrock's blocks
@@ -293,7 +294,7 @@ class Prompt(NamedTuple):
     """A question for the model; `origin` is `file:line` or `file[index]`."""
 
     origin: str
-    messages: tuple[Message, ...]
+    messages: Messages
     tools: tuple[Json, ...] = ()
     expected: str | None = None  # the answer in the file
     variables: Json | None = None  # of the chat template

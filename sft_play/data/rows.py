@@ -3,7 +3,7 @@
 import json
 import tomllib
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from sft_play.runs.files import Json
 FORMS = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
 Columns = Mapping[str, str]  # field: the file's column, or a path into one: answers.text.0
 Notes = tuple[str, ...]  # changes to a row
+Records = Sequence[Json]
 
 MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more rows do not make a loss more precise, and slow every evaluation
@@ -50,10 +51,13 @@ class ImageFile:
         return self.path or show_value(self.data)
 
 
+Images = tuple[ImageFile, ...]
+
+
 class PromptIds(list[int]):
     """The ids of a prompt, with the images that some of them represent."""
 
-    def __init__(self, ids: Iterable[int], images: tuple[ImageFile, ...] = ()):
+    def __init__(self, ids: Iterable[int], images: Images = ()):
         super().__init__(ids)
         self.images = images
 
@@ -70,7 +74,7 @@ class Message:
     tool_call_id: str | None = None
     is_trained: bool = True  # of an assistant: the answer carries loss
     weight: float = 1.0  # of its tokens in the loss
-    images: tuple[ImageFile, ...] = ()
+    images: Images = ()
     is_refusal: bool = False  # of an assistant: the content is what a log has as `refusal`
 
     @property
@@ -90,6 +94,9 @@ class Message:
         return parts
 
 
+Messages = tuple[Message, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A piece of a text, whether it is trained, and the weight of its tokens in the loss."""
@@ -103,7 +110,7 @@ class Segment:
 class Row:
     """One conversation, plain text or segments; `origin` is `file:line` or `file[index]`."""
 
-    messages: tuple[Message, ...]
+    messages: Messages
     origin: str
     text: str | None = None  # plain text: then there are no messages, and every token is trained
     weight: float = 1.0  # of a plain text

@@ -30,6 +30,7 @@ SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
 LOG_IN = "type `hf auth login`, or set HF_TOKEN"
 MAX_REASON_CHARACTERS = 300
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
+Paths = tuple[Path, ...]
 SPARK_PART = "part-"  # start of the names of files that Spark writes; some have no row
 # Files that the datasets library saves next to the rows
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -40,12 +41,10 @@ HOUSEKEEPING = re.compile(
     "dataset_?card|thumbs.db|desktop.ini)\\b"
 )
 # Files that may have rows: a folder with one of them is refused instead of read in part
-UNSUPPORTED = tuple(
-    """
+UNSUPPORTED = """
     .xls .ods .xml .yaml .yml .feather .orc .avro .pkl .pickle .npy .npz .h5 .hdf5 .zip .tar .tgz
     .gz .bz2 .xz .zst .lz4 .7z .rar .db .sqlite .sqlite3 .tfrecord .msgpack
     """.split()
-)
 
 
 def is_dataset_id(name: str) -> bool:
@@ -53,7 +52,7 @@ def is_dataset_id(name: str) -> bool:
     return DATASET_ID.fullmatch(name) is not None and file_format(Path(name)) is None
 
 
-def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
+def _fetch(section: SourceSection, where: str) -> Paths:
     """Return the Arrow files in which the datasets library keeps a split; `where` begins errors.
 
     Raises: DataError if the hub has no such rows, EnvironmentFault if it cannot be reached.
@@ -117,11 +116,11 @@ class Source:
     """One source as files: at least one, in reading order."""
 
     name: str
-    files: tuple[Path, ...]
+    files: Paths
     columns: Columns
     section: SourceSection  # as the user wrote it
     left: tuple[str, ...] = ()  # other splits in the folder
-    unread: tuple[Path, ...] = ()  # other files in the folder; rows may name some as images
+    unread: Paths = ()  # other files in the folder; rows may name some as images
     may_lack_columns: bool = False  # data.columns may name columns that only training rows have
 
     def read(self) -> Iterator[ChunkTask]:
@@ -228,7 +227,7 @@ def find_source(section: SourceSection, setting: str, data: DataSection | None =
     path = Path(section.path)
     where = f"{setting}={section.path}"
     left: tuple[str, ...] = ()
-    unread: tuple[Path, ...] = ()
+    unread: Paths = ()
     if path.exists():
         has_split = section.split != "train" and not path.is_dir()
         if section.subset is not None or has_split:
@@ -275,8 +274,8 @@ def digest_source(source: Source) -> str:
 
 
 def _choose_split(
-    folder: Path, where: str, wanted: str | None, files: tuple[Path, ...]
-) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+    folder: Path, where: str, wanted: str | None, files: Paths
+) -> tuple[Paths, tuple[str, ...]]:
     """Return the files of a folder, or those of its wanted split, and the remaining splits.
 
     Raises: DataError if some files belong to splits, and others do not.
@@ -296,13 +295,8 @@ def _choose_split(
     return tuple(by_split[wanted]), tuple(sorted(by_split.keys() - {wanted}))
 
 
-def _list_folder(
-    folder: Path, where: str, read_as: str
-) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """Return the data files in and below a folder, sorted, and the files that are not read.
-
-    Neither has names that begin with . or _, and the second no HOUSEKEEPING.
-    """
+def _list_folder(folder: Path, where: str, read_as: str) -> tuple[Paths, Paths]:
+    """Return the data files in and below a folder, sorted, and files that are not read."""
     if OF_SYSTEM.fullmatch(os.path.realpath(folder)):
         raise DataError(f"{where}: a folder of the system; name the folder of the data files")
     files: list[Path] = []
@@ -310,19 +304,17 @@ def _list_folder(
     unread: list[Path] = []
     try:
         for path in _walk(folder):
-            is_part = path.name.startswith(SPARK_PART)
-            is_data = file_format(path) and not path.is_dir()
-            if is_data and (base_format(path) != MARKDOWN or read_as == "text"):
-                files.append(path)
-            elif path.is_dir() or path.suffix.lower() in UNSUPPORTED or is_part:
+            ends = (path.suffix.lower() in UNSUPPORTED, path.name.startswith(SPARK_PART))
+            if file_format(path) and not path.is_dir():
+                is_read = base_format(path) != MARKDOWN or read_as == "text"
+                (files if is_read else unread).append(path)
+            elif path.is_dir() or any(ends):
                 unsupported.append(path)  # also a linked folder, which might lead back here
-            elif not HOUSEKEEPING.match(path.name):
+            else:
                 unread.append(path)
     except OSError as error:
-        raise DataError(
-            f"{where}: {error.filename} cannot be read: {error.strerror}; "
-            "name the folder of the data files, or let this user read it"
-        ) from None
+        reason = f"{error.filename} cannot be read: {error.strerror}"
+        raise DataError(f"{where}: {reason}; name the folder of the data files") from None
     if unsupported:
         more = f" and {len(unsupported) - 1} more" if len(unsupported) > 1 else ""
         raise DataError(
@@ -343,6 +335,7 @@ def _list_folder(
         )
     if not files:
         raise DataError(f"{where}: no data file in this folder; {ENDINGS}")
+    unread = [path for path in unread if not HOUSEKEEPING.match(path.name)]
     return tuple(sorted(files, key=lambda path: path.relative_to(folder).as_posix())), tuple(unread)
 
 

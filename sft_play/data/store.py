@@ -21,7 +21,7 @@ import numpy as np
 
 from sft_play.data.file_kinds import format_origin
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
-from sft_play.data.rows import ImageFile, PromptIds, Row
+from sft_play.data.rows import ImageFile, Images, PromptIds, Row
 
 HASHED = 64  # messages, each of which is hashed several times
 RECORDS = "samples.bin"
@@ -75,7 +75,7 @@ class Sample:
     labels: np.ndarray
     answer_start: int
     weights: np.ndarray | None = None
-    images: tuple[ImageFile, ...] = ()
+    images: Images = ()
 
     @property
     def trained_tokens(self) -> int:
@@ -356,7 +356,7 @@ def forget_images() -> None:
 
 
 @lru_cache(HASHED)
-def _key(images: tuple[ImageFile, ...]) -> str:
+def _key(images: Images) -> str:
     """Return the key of a message's images: a hash of their bytes."""
     data = (image.data or Path(image.path).read_bytes() for image in images)
     return " ".join(blake2b(each, digest_size=8).hexdigest() for each in data)

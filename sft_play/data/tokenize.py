@@ -122,14 +122,17 @@ def tokenize_sources(
             account.tallies[named] = done.read_summary().tally
             tokenized.append(done)
         splits[split] = tuple(tokenized)
-    every = list(chain(*splits.values()))
-    sources_found = list(chain(*found.values()))
-    if any(source.unread for source in sources_found):
-        shown = set(chain(*(read_image_paths(Path(one.folder)) for one in every)))
-        for one, source in zip(every, sources_found, strict=True):
+    _count_unread([*chain(*splits.values())], [*chain(*found.values())])
+    return splits
+
+
+def _count_unread(tokenized: Sequence[TokenizedSource], found: Sequence[Source]) -> None:
+    """Count the files of folders that are neither rows nor images that rows name."""
+    if any(source.unread for source in found):
+        shown = set(chain(*(read_image_paths(Path(one.folder)) for one in tokenized)))
+        for one, source in zip(tokenized, found, strict=True):
             unread = [file for file in source.unread if os.path.abspath(file) not in shown]
             one.unread.update(Counter(file.suffix or "without ending" for file in unread))
-    return splits
 
 
 def _get_store(

@@ -15,7 +15,6 @@ from typing import Any
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
-from sft_play import reading
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.limits import (
@@ -30,6 +29,7 @@ from sft_play.data.rows import FORMS, shorten
 from sft_play.data.special_text import between_turns, encode
 from sft_play.data.template_sources import FindFile, find_template
 from sft_play.errors import EnvironmentFault, first_line, of_os_error
+from sft_play.plan.base_model import POINTER
 from sft_play.progress import Stage, watched
 from sft_play.runs.model_folder import read_object
 
@@ -91,7 +91,7 @@ def _why_not_read(path: Path) -> str | None:
     """Return what a vocabulary file needs before it can be read, None if nothing is known."""
     with path.open("rb") as file:
         head = file.read(1000)
-    if head.startswith(reading.POINTER):
+    if head.startswith(POINTER):
         return f"{path.name} is a pointer of git-lfs, not the file; run git lfs pull in the folder"
     if path.suffix != ".model":
         return None

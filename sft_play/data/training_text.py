@@ -18,7 +18,7 @@ from operator import attrgetter
 from os.path import commonprefix
 from typing import Any, Literal, Self
 
-from sft_play.data.rows import ImageFile, Json, Message, Notes, Row
+from sft_play.data.rows import Images, Json, Message, Notes, Row
 from sft_play.data.special_text import match_any
 from sft_play.data.template_checks import (
     check_answer,
@@ -51,8 +51,8 @@ INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # a single blank do
 MAX_VARIANTS = 64  # values of a template's variables whose checks are cached
 SPOKEN = {"name", "tool_call_id"}  # keys of messages; the others are searched in the text
 UNWRITTEN = (
-    "messages[].{0} of the {1} is in no token: the chat template does not write it; "
-    "MODEL_CHAT_TEMPLATE=<file> with one that writes message.{0}, or put it into the contents"
+    "messages[].{1} of the {0} is in no token: the chat template does not write it; "
+    "MODEL_CHAT_TEMPLATE=<file> with one that writes message.{1}, or put it into the contents"
 )
 TRIMMED = (
     "blanks and line breaks around a message are left out, as the chat template trims messages; "
@@ -68,7 +68,7 @@ class Answer:
     start: int  # where its prompt ends
     stop: int  # where its stop token begins
     end: int  # where its stop token ends
-    images: tuple[ImageFile, ...] = ()  # before the answer
+    images: Images = ()  # before the answer
     # The end of its prompt, tokenized to check that the sample begins with the prompt's ids
     tail: str = ""
     tail_token: int = 0  # index of the tail's first token in the tokens of the full text
@@ -84,7 +84,7 @@ class RenderedSample:
     as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
     weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each is 1
     notes: Notes = field(default=(), repr=False)  # changes to its row
-    images: tuple[ImageFile, ...] = field(default=(), repr=False)  # represented by its ids
+    images: Images = field(default=(), repr=False)  # represented by its ids
     text: str = field(default="", repr=False, compare=False)  # source text of its ids
     # The trained answers in the text of a conversation, in order
     answers: list[Answer] = field(default_factory=list, repr=False, compare=False)
@@ -137,37 +137,30 @@ class TrainingTextBuilder:
         return self._variants[key]
 
     def describe_unread(self, row: Row) -> Notes:
-        """Return notes on variables that the template does not read, and keys without a token."""
-        if not row.variables:
-            return self._describe_unwritten(row)
-        read = self._template.variables_read
-        names = ", ".join(sorted(read)) or "none"
-        notes = [
-            f"the variable {name} is not used: the chat template reads {names}"
-            for name in sorted(row.variables.keys() - read)
-        ]
-        return (*notes, *self._describe_unwritten(row))
+        """Return notes on a row's variables that the template does not read.
 
-    def _describe_unwritten(self, row: Row) -> Notes:
-        """Return notes on names and ids of messages that change nothing in the row's text."""
+        And on names and ids of messages on which the text of the row does not depend.
+        """
+        notes = []
+        if row.variables:
+            read = self._template.variables_read
+            names = ", ".join(sorted(read)) or "none"
+            for name in sorted(row.variables.keys() - read):
+                words = f"the variable {name} is not used: the chat template reads {names}"
+                notes.append(words)
         messages = template_messages(row.messages)
-        places = {(message["role"], key) for message in messages for key in message.keys() & SPOKEN}
-        return tuple(
-            UNWRITTEN.format(key, role)
-            for role, key in sorted(places)
-            if not self._writes(row, messages, role, key)
-        )
-
-    def _writes(self, row: Row, messages: list[Json], role: str, key: str) -> bool:
-        """Return whether the text of a row depends on a key of the messages of a role."""
-        without = [
-            {name: given[name] for name in given if (given["role"], name) != (role, key)}
-            for given in messages
-        ]
-        render = self._template.render_conversation
-        with contextlib.suppress(RenderError):  # the template requires the key
-            return render(messages, row.tools) != render(without, row.tools)
-        return True
+        for place in sorted({(given["role"], key) for given in messages for key in given}):
+            if place[1] not in SPOKEN:
+                continue
+            without = [
+                {key: given[key] for key in given if (given["role"], key) != place}
+                for given in messages
+            ]
+            render = self._template.render_conversation
+            with contextlib.suppress(RenderError):  # the template requires the key
+                if render(messages, row.tools) == render(without, row.tools):
+                    notes.append(UNWRITTEN.format(*place))
+        return tuple(notes)
 
     def build(self, row: Row) -> list[RenderedSample]:
         """Return the texts that train the answers of an arranged conversation, each once.

@@ -13,7 +13,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from sft_play import reading
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.config_json import ModelConfigJson, find_file, known_model, load_model_config
@@ -65,6 +64,7 @@ def model_classes(*names: str, model_type: str | None = None) -> set[str]:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
+POINTER = b"version https://git-lfs"  # the content that git writes if git-lfs is not installed
 POINTER_BYTES = 512  # a pointer has about 130
 EMBEDDERS = ("modules.json", "config_sentence_transformers.json")
 CAUSAL = "set MODEL_NAME to a causal language model"
@@ -246,7 +246,7 @@ def _refuse_pointers(folder: Path, name: str) -> None:
 
 def _is_pointer(path: Path) -> bool:
     is_small = path.is_file() and 0 < path.stat().st_size <= POINTER_BYTES  # not of /proc
-    return is_small and path.read_bytes().startswith(reading.POINTER)
+    return is_small and path.read_bytes().startswith(POINTER)
 
 
 ENCODER_DECODERS = ("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL_FOR_SPEECH_SEQ_2_SEQ")
