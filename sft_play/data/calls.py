@@ -18,6 +18,7 @@ from sft_play.data.rows import (
     Json,
     Message,
     Messages,
+    Objects,
     check_encodable,
     is_blank,
     shorten,
@@ -71,7 +72,7 @@ def check_json(value: Any, name: str) -> None:
     check_encodable(text.replace(r"\\", "").replace(r"\u0000", "\0"), name)
 
 
-def parse_tools(value: Any, name: str) -> tuple[Json, ...]:
+def parse_tools(value: Any, name: str) -> Objects:
     """Return functions as {"type": "function", "function": {...}}. Raises InvalidRowError."""
     tools: list[Json] = []
     for tool in parse_objects(value, name):
@@ -125,7 +126,7 @@ def _without_nulls(value: Any) -> Any:
     return {key: _without_nulls(held) for key, held in value.items() if held is not None}
 
 
-def parse_calls(value: Any, name: str) -> tuple[Json, ...]:
+def parse_calls(value: Any, name: str) -> Objects:
     """Return calls as {"type": "function", "function": {"name", "arguments"}}.
 
     Arguments become an object, which chat templates expect. Raises InvalidRowError.
@@ -161,7 +162,7 @@ def _parse_call(call: Json, name: str) -> Json:
     return {**kept, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def parse_python_calls(value: Any, name: str) -> tuple[Json, ...]:
+def parse_python_calls(value: Any, name: str) -> Objects:
     """Return calls like `weather(city='Oslo')`, one per line (OLMo 3). Raises InvalidRowError."""
     if not isinstance(parse_nested(value), str) or is_blank(value):
         return parse_calls(value, name)

@@ -50,7 +50,7 @@ from sft_play.data.store import (
 )
 from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
-from sft_play.data.training_text import is_trained
+from sft_play.data.training_text import Samples, is_trained
 from sft_play.errors import DataError
 
 STEPS = (("the chat template", TEMPLATE_REMEDY), ("the tokenizer", TOKENIZER_REMEDY))
@@ -62,7 +62,7 @@ def fit_sample(
     max_tokens: int,
     policy: Literal["drop", "truncate_left", "split"],
     bos_id: int | None = None,
-) -> list[RenderedSample]:
+) -> Samples:
     """Return the samples, each with a trained token, that fit into a limit in tokens.
 
     drop: none, also for a sample with images, because a cut could go through an image.
@@ -80,7 +80,7 @@ def fit_sample(
     """
     assert max_tokens > 1, f"a sample of {max_tokens} tokens has nothing to learn"
     total = len(rendered.ids)
-    pieces: list[RenderedSample] = []
+    pieces: Samples = []
     if total <= max_tokens:
         pieces.append(rendered)
     elif policy == "split" and not rendered.images:
@@ -190,7 +190,7 @@ class ChunkTokenizer:
     ) -> list[StoredSample]:
         """Return the stored samples of a record, and count the result."""
         tally = done.tally
-        samples: list[RenderedSample] = []
+        samples: Samples = []
         refused: list[RenderError] = []
         for row in rows:
             found = next(rendered)

@@ -87,7 +87,6 @@ def _remedy(path: Path, content: Content, is_unpacked: bool) -> str:
     stem = path.name[: -len(file_format(path) or "")]
     named = path.with_name(stem + (base_format(path) if content.unpack else "") + content.ending)
     if file_format(named):
-        unpacking = ", or unpack it" if content.unpack else ""
-        return f"rename it to {named.name}{unpacking}"
-    old, new = shlex.quote(str(path)), shlex.quote(str(named))
+        return f"rename it to {named.name}{', or unpack it' if content.unpack else ''}"
+    old, new = map(shlex.quote, map(str, (path, named)))
     return f"unpack it: mv {old} {new} && {content.unpack} {new}"

@@ -130,9 +130,8 @@ class SourceLedger:
         noted = [f"{name}: {rows:,} rows: {note}" for note, rows in sorted(tally.noted.items())]
         noted = [*unused_notes(tally.unused, name), *special_notes(tally.as_text, name), *noted]
         if self.unread:
-            files = sum(self.unread.values())
             counts = ", ".join(f"{count:,} {end}" for end, count in sorted(self.unread.items()))
-            noted.insert(0, f"{name}: {files:,} files are not read: {counts}")
+            noted.insert(0, f"{name}: {sum(self.unread.values()):,} files are not read: {counts}")
         return noted
 
 

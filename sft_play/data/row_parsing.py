@@ -45,6 +45,7 @@ from sft_play.data.rows import (
     Json,
     Message,
     Messages,
+    Objects,
     Row,
     Segment,
     is_blank,
@@ -220,7 +221,7 @@ def _parse_row(
         segments = parse_segments(record[column], column)
         return Row((), origin, segments=weigh(segments, weight))
     messages = parse_messages(record, row_format)
-    tools: tuple[Json, ...] = ()
+    tools: Objects = ()
     variables = None
     if not row_format.is_plain(record):
         tools_column = row_format.columns["tools"]
@@ -295,7 +296,7 @@ class Prompt(NamedTuple):
 
     origin: str
     messages: Messages
-    tools: tuple[Json, ...] = ()
+    tools: Objects = ()
     expected: str | None = None  # the answer in the file
     variables: Json | None = None  # of the chat template
 

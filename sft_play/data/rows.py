@@ -3,7 +3,7 @@
 import json
 import tomllib
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ FORMS = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encodin
 Columns = Mapping[str, str]  # field: the file's column, or a path into one: answers.text.0
 Notes = tuple[str, ...]  # changes to a row
 Records = Sequence[Json]
+Objects = tuple[Json, ...]
 
 MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more rows do not make a loss more precise, and slow every evaluation
@@ -69,7 +70,7 @@ class Message:
     role: str
     content: str  # with IMAGE_MARK for each image
     reasoning: str | None = None  # an assistant's reasoning before its answer
-    tool_calls: tuple[Json, ...] = ()  # of an assistant, as `messages` parses them
+    tool_calls: Objects = ()  # of an assistant, as `messages` parses them
     name: str | None = None  # of the speaker; of the tool whose answer a tool message contains
     tool_call_id: str | None = None
     is_trained: bool = True  # of an assistant: the answer carries loss
@@ -114,7 +115,7 @@ class Row:
     origin: str
     text: str | None = None  # plain text: then there are no messages, and every token is trained
     weight: float = 1.0  # of a plain text
-    tools: tuple[Json, ...] = ()  # functions that the assistant may call: JSON schemas
+    tools: Objects = ()  # functions that the assistant may call: JSON schemas
     segments: tuple[Segment, ...] = ()  # a text in pieces: then there are no messages
     variables: Json | None = None  # of the chat template, only for this row
     group: str = ""  # its value in the column data.split_by
@@ -152,6 +153,9 @@ class NumberedRecord(NamedTuple):
     number: int
     record: Any
     characters: int
+
+
+NumberedRecords = Iterator[NumberedRecord]
 
 
 def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sft_play import reading
-from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord, shorten
+from sft_play.data.rows import Json, NumberedRecord, NumberedRecords, UnreadableRecord, shorten
 from sft_play.data.text_files import MAX_LINE_BYTES
 from sft_play.errors import DataError, first_line
 
@@ -36,7 +36,7 @@ OF_A_WRONG_VALUE = (
 )
 
 
-def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRecord]:
+def read_table(path: Path, text: IO[str], delimiter: str) -> NumberedRecords:
     """Yield the records of a table, each with the line on which it starts.
 
     If commas are expected, the delimiter is the one of OTHER_DELIMITERS of which the first line
@@ -153,7 +153,7 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
     return dict(zip(header, fields, strict=True))
 
 
-def read_sheet(path: Path) -> Iterator[NumberedRecord]:
+def read_sheet(path: Path) -> NumberedRecords:
     """Yield the rows of a workbook's only sheet. Integers become texts as they are displayed.
 
     Raises: DataError for a damaged file or several sheets.

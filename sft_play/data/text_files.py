@@ -9,13 +9,19 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
-from sft_play.data.rows import FORMS, Json, NumberedRecord, UnreadableRecord, shorten
+from sft_play.data.rows import (
+    FORMS,
+    Json,
+    NumberedRecord,
+    NumberedRecords,
+    UnreadableRecord,
+    shorten,
+)
 from sft_play.errors import DataError
 
 MAX_LINE_BYTES = 16 << 20  # about four million tokens; parsed, it may need 30 times as much
@@ -99,7 +105,7 @@ def split_of(name: str) -> str | None:
     return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
-def read_lines(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
+def read_lines(path: Path, stream: IO[bytes]) -> NumberedRecords:
     """Yield the lines of a file, undecoded, without blank ones. Raises DataError."""
     is_first = True
     for number in count(1):
@@ -131,9 +137,7 @@ def without_long_lines(path: Path) -> str:
     return f"split longer ones, or leave them out: {command}"
 
 
-def read_documents(
-    path: Path, stream: IO[bytes], line_by_line: bool = False
-) -> Iterator[NumberedRecord]:
+def read_documents(path: Path, stream: IO[bytes], line_by_line: bool = False) -> NumberedRecords:
     """Yield the text of a file, or its parts between END_OF_DOCUMENT lines, or its lines.
 
     A part of more than MAX_LINE_BYTES is split. Raises DataError.

@@ -48,8 +48,7 @@ get_calls = attrgetter("tool_calls")
 get_images = attrgetter("images")
 is_trained = attrgetter("is_trained")
 INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # a single blank does not count
-MAX_VARIANTS = 64  # values of a template's variables whose checks are cached
-SPOKEN = {"name", "tool_call_id"}  # keys of messages; the others are searched in the text
+MAX_VARIANTS = 64  # values of a template's variables, or names, whose checks are cached
 UNWRITTEN = (
     "messages[].{1} of the {0} is in no token: the chat template does not write it; "
     "MODEL_CHAT_TEMPLATE=<file> with one that writes message.{1}, or put it into the contents"
@@ -95,6 +94,9 @@ class RenderedSample:
         return len(self.labels) - self.labels.count(IGNORE_INDEX)
 
 
+Samples = list[RenderedSample]
+
+
 class TrainingTextBuilder:
     """Builds training texts with one tokenizer's template and stop tokens."""
 
@@ -122,6 +124,8 @@ class TrainingTextBuilder:
         self.thoughts = ThoughtPolicy(template, self._reasoning)
         # roles, and whether they call tools, of conversations whose places were checked
         self._checked: set[tuple[str | bool, ...]] = set()
+        # notes on keys of messages that are in no token, by the keys and names of a row
+        self._unwritten: dict[frozenset, list[str]] = {}
 
     def for_row(self, row: Row) -> Self:
         """Return the builder for a row's template variables."""
@@ -148,21 +152,33 @@ class TrainingTextBuilder:
             for name in sorted(row.variables.keys() - read):
                 words = f"the variable {name} is not used: the chat template reads {names}"
                 notes.append(words)
-        messages = template_messages(row.messages)
-        for place in sorted({(given["role"], key) for given in messages for key in given}):
-            if place[1] not in SPOKEN:
-                continue
-            without = [
-                {key: given[key] for key in given if (given["role"], key) != place}
-                for given in messages
+        said = row.messages
+        places = [(m.role, "name", m.name) for m in said if m.name]
+        places += [(m.role, "tool_call_id", "") for m in said if m.tool_call_id]
+        key = frozenset(places)
+        if key not in self._unwritten:
+            if len(self._unwritten) == MAX_VARIANTS:
+                self._unwritten.clear()
+            self._unwritten[key] = [
+                UNWRITTEN.format(*place)
+                for place in sorted({place[:2] for place in places})
+                if not self._writes(row, place)
             ]
-            render = self._template.render_conversation
-            with contextlib.suppress(RenderError):  # the template requires the key
-                if render(messages, row.tools) == render(without, row.tools):
-                    notes.append(UNWRITTEN.format(*place))
-        return tuple(notes)
+        return (*notes, *self._unwritten[key])
 
-    def build(self, row: Row) -> list[RenderedSample]:
+    def _writes(self, row: Row, place: tuple[str, str]) -> bool:
+        """Return whether the text of a row depends on a key of the messages of a role."""
+        messages = template_messages(row.messages)
+        without = [
+            {key: given[key] for key in given if (given["role"], key) != place}
+            for given in messages
+        ]
+        render = self._template.render_conversation
+        with contextlib.suppress(RenderError):  # the template requires the key
+            return render(messages, row.tools) != render(without, row.tools)
+        return True
+
+    def build(self, row: Row) -> Samples:
         """Return the texts that train the answers of an arranged conversation, each once.
 
         There are none if every answer is excluded from loss. Text after the last trained answer is
@@ -182,7 +198,7 @@ class TrainingTextBuilder:
             raise RenderError(f"{error}{self._find_remedy(row, trained, str(error))}") from None
         has_tools = row.tools or any(map(get_calls, row.messages))
         notes = describe_losses(self._template, row, trained) if has_tools else ()
-        texts: list[RenderedSample] = []
+        texts: Samples = []
         for view in reversed(views):
             (answer,) = view.answers
             for later in texts:

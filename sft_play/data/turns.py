@@ -28,6 +28,7 @@ from sft_play.data.rows import (
     InvalidRowError,
     Json,
     Message,
+    Objects,
     check_encodable,
     is_blank,
     is_given,
@@ -130,7 +131,7 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
     if role == "user":
         return Message(role, parse_text(content, name), name=speaker)
     if role == "assistant":
-        calls: tuple[Json, ...] = ()
+        calls: Objects = ()
         for key, parse in CALL_PARSERS.items():
             if record.get(key):
                 calls += parse(record[key], f".{key}")
