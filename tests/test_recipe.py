@@ -231,13 +231,11 @@ def test_an_edited_template_or_model_file_is_looked_at_again(tmp_path):
 
 def test_a_data_set_of_the_hub_is_named_by_its_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    refs = tmp_path / "hub" / "datasets--owner--rows" / "refs"
-    refs.mkdir(parents=True)
     config = load("base", {"DATA_TRAIN_PATH": "owner/rows"}).config
     paths = set()
-    for commit in ("a" * 40, "b" * 40, "a" * 40):
-        (refs / "main").write_text(commit)
-        paths.add(row_facts._record_path(config))
+    for commit in ("a" * 40, "b" * 40):  # where the datasets library writes its rows
+        (tmp_path / "datasets" / "owner___rows" / "default" / "0.0.0" / commit).mkdir(parents=True)
+        paths |= {row_facts._record_path(config), row_facts._record_path(config)}
     assert len(paths) == 2
 
 

@@ -32,7 +32,7 @@ from sft_play.data.sources import (
 )
 from sft_play.errors import DataError
 from sft_play.plan import sources
-from sft_play.plan.config_json import find_file, find_folder
+from sft_play.plan.config_json import fetched_commits, find_file, find_folder
 from sft_play.plan.counting import digest_of_code, versions
 from sft_play.plan.recipe import RowFacts
 from sft_play.plan.workload import CHARACTERS_PER_TOKEN, Counted, epoch_rows
@@ -241,7 +241,7 @@ def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
     for name in SETTINGS.values():
         for section in source_sections(getattr(config.data, name)):
             if not Path(section.path).exists():
-                facts.append(str(find_folder(section.path, None, environ, "datasets")))
+                facts.append(fetched_commits(section.path, environ))
                 continue
             with contextlib.suppress(DataError):  # reported when the rows are read
                 facts.append(_contents(find_source(section, f"data.{name}", config.data)))
