@@ -19,8 +19,9 @@ from sft_play.masking import mask_secrets
 
 logger = logging.getLogger(__name__)
 
-# What a terminal obeys instead of showing it, and what turns the direction of the text around it
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# What a terminal obeys instead of showing it, what turns the direction of the text around it, and
+# bytes that are not UTF-8
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 EVERY_SECONDS = 8.0  # between two lines of a stage; a shorter stage says nothing
 
 
@@ -149,12 +150,12 @@ def say(line: str) -> None:
 
 
 def visible(text: str) -> str:
-    """Return a text with escapes for control characters, which a key or a file name may have.
+    """Return a text with escapes for what a file's name may have: control characters, other bytes.
 
     >>> print(visible("a\x1b[31m.yaml"))
     a\\x1b[31m.yaml
     """
-    return UNSEEN.sub(lambda found: ascii(found.group())[1:-1], text)
+    return UNSEEN.sub(lambda found: ascii(found.group())[1:-1].replace("\\udc", "\\x"), text)
 
 
 class VisibleFormatter(logging.Formatter):

@@ -40,6 +40,7 @@ BAD_FILES = [
     ("model:\n  name: 7", 'a.yaml:2 model.name=7 name: "7"'),
     ("model:\n  name: true", 'a.yaml:2 model.name=true name: "true"'),
     ("model:\n  name: ''", "a.yaml:2 model.name empty"),
+    ("data:\n  train_path: [a, '']", "a.yaml:2 data.train_path"),
     ("train:\n  lerning_rate: 1", "a.yaml:2 train.lerning_rate train.learning_rate?"),
     ("train:\n  num_train_epochs: 1", "a.yaml:2 train.num_train_epochs train.epochs"),
     ("train:\n  gradient_accumulation_steps: 1", "a.yaml:2 train.grad_accum"),
@@ -117,6 +118,11 @@ BAD_VARIABLES = [
     ("TRAIN_BATCHSIZE", "4", "TRAIN_BATCH_SIZE?"),
     ("TRAIN_MAX_SEQ_LEN", "4", "MODEL_MAX_SEQ_LEN"),
     ("DATA_DIR", "/x", "unset DATA_DIR"),
+    ("MODEL_NAME", "", "model.name is empty text, or leave it out"),
+    ("DATA_VAL_PATH", " ", "data.val_path is empty or null, leave"),
+    ("MODEL_ADAPTER", "", "model.adapter is empty or null, leave"),
+    ("MODEL_NAME", "bad\udcff", "model.name=bad\udcff is not UTF-8; rename"),
+    ("DATA_TRAIN_PATH", "[a, bad\udcff]", "data.train_path=[a, bad\udcff] rename"),
 ]
 
 

@@ -19,6 +19,7 @@ from record_files import (
 
 from sft_play.data import files
 from sft_play.data.files import format_origin, parse_records, read_chunks
+from sft_play.errors import DataError
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -78,6 +79,15 @@ def test_chunks_hold_all_rows_with_their_places_and_bytes(name, tmp_path):
         f"q{number}" for number in range(50)
     ]
     assert 0 < sum(chunk.bytes_read for chunk in chunks) <= path.stat().st_size
+
+
+def test_blanks_around_the_names_of_columns_are_no_part_of_them(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_bytes(b"question, answer \nq, a\n")
+    assert [message.content for message in read_rows(path)[0].messages] == ["q", " a"]
+    path.write_bytes(b"question, question\nq, a\n")
+    with pytest.raises(DataError, match="and 'question' appears twice"):
+        read_rows(path)
 
 
 @pytest.mark.parametrize(

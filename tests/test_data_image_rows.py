@@ -54,7 +54,8 @@ def folder(tmp_path) -> Path:
 
 
 def configured(folder: Path, base: Path, **data: Any) -> Config:
-    data |= {"train_path": str(folder / "rows.jsonl"), "cache_dir": str(folder.parent / "cache")}
+    data = {"train_path": str(folder / "rows.jsonl"), **data}
+    data["cache_dir"] = str(folder.parent / "cache")
     return Config.model_validate({"model": {"name": str(base), "max_seq_len": 256}, "data": data})
 
 
@@ -184,6 +185,12 @@ def test_a_header_says_the_size_as_it_is_shown(orientation, folder):
             messages = (Message("user", IMAGE_MARK, images=(image,)),)
             ((found,),) = (m.images for m in reader.open_images(messages, folder / "rows.jsonl"))
             assert found.size == ((4, 6) if orientation == 6 else (6, 4))
+
+
+def test_images_of_a_folder_that_no_row_names_are_counted(folder, base, own):
+    draw_image(folder / "unnamed.png", (32, 32))
+    ledger = build_run_data(configured(folder, base, train_path=str(folder)), own).ledger
+    assert ledger.notes[0] == f"{folder}: 1 files are not read: 1 .png"
 
 
 def test_the_ledger_counts_images_and_their_tokens(folder, base, own):

@@ -6,9 +6,10 @@ from typing import Any
 
 import datasets
 import pytest
-from record_files import GOLDEN, read_rows, to_jsonl, without_origin
+from record_files import GOLDEN, read_rows, run_data, to_jsonl, without_origin, write_rows
 
 from sft_play.config.schema import Config, SourceSection
+from sft_play.data.ledger import ledger_lines
 from sft_play.data.sources import Source, find_source, find_sources
 from sft_play.errors import DataError
 
@@ -117,6 +118,32 @@ def test_a_folder_of_markdown_alone_is_read_as_plain_texts_if_that_is_asked_for(
     (source,) = find_sources(Config.model_validate({"data": asked}))["train"]
     assert [path.name for path in source.files] == ["a.md", "b.md"]
     assert {each.row_format.name for each in source.read()} == {"text"}
+
+
+def test_files_of_a_folder_that_are_not_read_are_counted_by_ending(tmp_path, tokenizer):
+    folder = tmp_path / "rows\x1b[31m"
+    (folder / "sub").mkdir(parents=True)
+    write_rows(folder / "rows.jsonl", *({"question": f"q{n}", "answer": "a"} for n in range(9)))
+    for name in (
+        "a.pdf",
+        "sub/b.pdf",
+        "c.docx",
+        "notes.md",
+        "d",
+        "README.md",
+        "LICENSE",
+        ".hidden",
+    ):
+        (folder / name).touch()
+    ledger = run_data(folder, tokenizer, val_size=0.1).ledger
+    note = f"{folder}: 5 files are not read: 1 .docx, 1 .md, 2 .pdf, 1 without ending"
+    assert ledger.notes == [note]
+    assert ledger_lines(ledger)[-1] == note.replace("\x1b", "\\x1b")
+
+
+def test_a_folder_of_the_system_is_not_walked():
+    with pytest.raises(DataError, match=r"data\.train_path=/: a folder of the system; name the"):
+        found("/")
 
 
 def test_markdown_beside_rows_is_no_row(tmp_path):

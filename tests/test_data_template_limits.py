@@ -36,6 +36,27 @@ def test_the_row_that_a_template_does_not_get_done_with_is_named(
         run_data(rows, tok)
 
 
+SLOW = "{% for a in range(99999) %}{% for b in range(9) %}{% endfor %}{% endfor %}"
+LONG = "{{ 'a.' * 400000 }}"  # constant: written at once, and long to tokenize
+
+
+@pytest.mark.parametrize("harm", [SLOW, LONG])
+def test_a_template_that_slows_every_row_is_named_and_not_the_tokenizer(
+    harm, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(chunk_tokenizer, "CPU_SECONDS", 0)
+    forks = []
+    monkeypatch.setattr(
+        chunk_tokenizer, "find_excess", lambda *args: forks.append(1) or find_excess(*args)
+    )
+    tok = tokenizer("{% if messages[0]['content'] == 'what?' %}" + harm + "{% endif %}" + CHATML)
+    rows = write_rows(tmp_path / "rows.jsonl", *[{**QA, "question": "what?"}] * 50)
+    words = r"rows.jsonl:1( and \d+ rows after it)?: the chat template has .*MODEL_CHAT_TEMPLATE"
+    with pytest.raises(DataError, match=words):
+        run_data(rows, tok)
+    assert len(forks) == 1
+
+
 def test_a_template_that_never_ends_is_found_before_a_row_is_read(monkeypatch):
     monkeypatch.setattr(refuse_endless, "__defaults__", (0, 64 << 20))
     with pytest.raises(DataError, match="the chat template has not ended after 0 s; correct"):

@@ -14,6 +14,7 @@ from renderings import CHATML
 from sft_play.config.loader import load
 from sft_play.data.ledger import ledger_lines
 from sft_play.data.row_parsing import NULL_ARGUMENTS, parse_record_rows, unused_notes
+from sft_play.errors import DataError
 
 Record = dict[str, Any]
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -51,6 +52,53 @@ def test_the_ledger_names_what_is_not_used(name, tmp_path):
         assert unused == expected
         assert data.ledger.as_json()["notes"] == notes
         assert ledger_lines(data.ledger)[-4:] == notes
+
+
+NAMING = CHATML.replace("m['content']", "(m.name + ': ' if m.name else '') + m['content']")
+
+
+def named(number: int) -> Record:
+    """A conversation of a named user, and of an answer with a name."""
+    question = {"role": "user", "name": "Anna", "content": f"q{number}"}
+    return {"messages": [question, {"role": "assistant", "name": "Ben", "content": "a"}]}
+
+
+def test_a_name_that_the_template_does_not_write_is_counted_and_else_it_is_in_the_text(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", *map(named, range(10)))
+    of_answers = f"{path}: messages[].name (10 rows) not used: of the assistant: no prompt has it"
+    silent, writing = (run_data(path, tokenizer(each), val_size=0.1) for each in (CHATML, NAMING))
+    of_answer, of_user = silent.ledger.notes
+    assert of_answer.startswith(of_answers) and writing.ledger.notes == [of_answer]
+    assert of_user.startswith(f"{path}: 10 rows: messages[].name of the user is in no token: ")
+    with_name, without = (data.train[0].ids.size for data in (writing, silent))
+    assert with_name > without
+
+
+REFUSAL = "I cannot say that."
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": None, "refusal": REFUSAL},
+        {"content": "", "refusal": REFUSAL},
+        {"refusal": REFUSAL},
+        {"content": [{"type": "refusal", "refusal": REFUSAL}]},
+    ],
+)
+def test_a_refusal_without_a_content_is_what_the_answer_says(answer, tmp_path):
+    turns = [TURNS[0], {"role": "assistant", **answer}]
+    path = write_rows(tmp_path / "a.jsonl", {"messages": turns}, *map(named, range(9)))
+    assert read_rows(path)[0].messages[1].content == REFUSAL
+    notes = run_data(path, tokenizer(NAMING), val_size=0.1).ledger.notes
+    assert notes[1].startswith(f"{path}: 1 rows: an answer is the text in `refusal`")
+
+
+def test_a_refusal_next_to_a_content_is_refused(tmp_path):
+    turns = [TURNS[0], {**TURNS[1], "refusal": REFUSAL}]
+    path = write_rows(tmp_path / "a.jsonl", {"messages": turns})
+    with pytest.raises(DataError, match=r"messages\[1\] has a content and a refusal; keep one"):
+        run_data(path, tokenizer(CHATML))
 
 
 def unused_in(path: Path) -> Counter[str]:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shutil
 import struct
@@ -110,6 +111,13 @@ OTHER_FILES = {
         r"2 of the 2 files that model.safetensors.index.json names are not there, 1.safetensors",
     ),
 }
+
+
+def test_a_folder_without_a_config_is_no_model_whatever_else_is_in_it(folder):
+    path = folder({"notes.txt": ""})
+    (path / "deep").mkdir()
+    os.mkfifo(path / "deep" / "listener")
+    assert "the folder has no config.json, so it is no transformers model" in refused(path)
 
 
 @pytest.mark.parametrize("kind", OTHER_FILES)

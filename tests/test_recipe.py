@@ -1,5 +1,6 @@
 """Learning rate, epochs and longest row by mode, model and rows; which config is the default."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -209,6 +210,33 @@ def test_the_look_counts_the_tokens_that_the_run_counts(tmp_path, tokenizer):
     data = build_run_data(loaded.config, tokenizer)
     assert found.rows == 59
     assert list(found.lengths) == sorted(data.train.lengths)
+
+
+def test_an_edited_template_or_model_file_is_looked_at_again(tmp_path):
+    train = written(tmp_path / "train.jsonl", answers(range(1, 9)))
+    model, template = shutil.copytree(TINY, tmp_path / "m"), tmp_path / "t.jinja"
+    environ = {"DATA_TRAIN_PATH": train, "MODEL_NAME": str(model), "DATA_CACHE_DIR": str(tmp_path)}
+    config = load("base", {**environ, "MODEL_CHAT_TEMPLATE": str(template)}).config
+    text = (model / "chat_template.jinja").read_text()
+    looks = []
+    for first in ("a", "a " * 50):
+        template.write_text(f"{{{{ '{first}' }}}}{text}")
+        looks.append(look_at_rows(config, {}, may_fetch=False).lengths[0])
+    assert looks[1] > looks[0] + 40
+    own = load("base", environ).config
+    looks = [look_at_rows(own, {}, may_fetch=False).lengths[0]]
+    (model / "chat_template.jinja").write_text("{{ 'a a a a a a a a' }}" + text)
+    assert look_at_rows(own, {}, may_fetch=False).lengths[0] > looks[0]
+
+
+def test_a_data_set_of_the_hub_is_named_by_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    config = load("base", {"DATA_TRAIN_PATH": "owner/rows"}).config
+    paths = set()
+    for commit in ("a" * 40, "b" * 40):  # where the datasets library writes its rows
+        (tmp_path / "datasets" / "owner___rows" / "default" / "0.0.0" / commit).mkdir(parents=True)
+        paths |= {row_facts._record_path(config), row_facts._record_path(config)}
+    assert len(paths) == 2
 
 
 def test_of_many_rows_some_are_looked_at_and_the_same_ones_each_time(tmp_path):

@@ -12,6 +12,7 @@ from sft_play.config import invocation as invocations
 from sft_play.config import loader
 from sft_play.config.backends import BACKENDS
 from sft_play.config.loader import LoadedConfig
+from sft_play.config.messages import invalid, not_utf8
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import cards, devices, recipe, sources
@@ -43,7 +44,11 @@ class Call:
     @property
     def output_dir(self) -> Path:
         """Folder of the run folders, for commands that need no config."""
-        return Path(self.environ.get("TRAIN_OUTPUT_DIR") or "outputs")
+        folder = self.environ.get("TRAIN_OUTPUT_DIR", "outputs").strip()
+        if not folder or not_utf8(folder):
+            named = Located(folder, "environment TRAIN_OUTPUT_DIR")
+            raise ConfigError(invalid("train.output_dir", named))
+        return Path(folder)
 
     @property
     def machine(self) -> devices.Hardware:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from sft_play.config.messages import refuse, word
+from sft_play.config.messages import NOT_UTF8, not_utf8, refuse, word
 
 PORTS = 65535
 FORCE_SINGLE = "UNSLOTH_FORCE_SINGLE_GPU"
@@ -124,7 +124,11 @@ class Words:
         self.problems: list[str] = []
 
     def text(self, name: str) -> str | None:
-        return self.environ.get(name, "").strip() or None
+        """Return a text; None if it is unset, empty, or a problem."""
+        text = self.environ.get(name, "").strip()
+        if not_utf8(text):
+            self.problems.append(f"{name}={text} {NOT_UTF8}")
+        return text or None
 
     def is_on(self, name: str) -> bool:
         """Return whether a switch of another program is on."""

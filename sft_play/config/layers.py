@@ -14,11 +14,12 @@ from pathlib import Path
 import yaml
 from pydantic_core import PydanticUndefined
 
-from sft_play.config.messages import wanted, word
+from sft_play.config.messages import not_utf8, wanted, word
 from sft_play.config.schema import (
     Config,
     Section,
     env_name,
+    is_name,
     is_structured,
     kinds,
     sections,
@@ -212,15 +213,18 @@ def _unknown_setting(path: str) -> str:
 
 
 def from_environment(environ: Mapping[str, str], problems: list[str]) -> Layer:
-    """Return the settings in variables such as TRAIN_BATCH_SIZE; an empty variable is unset."""
+    """Return the settings in variables such as TRAIN_BATCH_SIZE.
+
+    An empty variable is unset, unless its setting is a path or a name.
+    """
     by_variable = settings_by_variable()
     layer: Layer = {}
     for name in sorted(environ):
         text = environ[name].strip()
-        if not name.startswith(PREFIXES) or not text:
+        path = by_variable.get(name, "")
+        if not name.startswith(PREFIXES) or not (text or is_name(path)):
             continue
-        if name in by_variable:
-            path = by_variable[name]
+        if path:
             layer[path] = _read_word(path, text, f"environment {name}", problems)
         else:  # its value is not repeated: it may be another program's secret
             problems.append(f"environment {name}: no such setting; {_variable_hint(name)}")
@@ -292,7 +296,7 @@ def _parse_word(path: str, text: str) -> YamlValue:
         return None
     if any(text in getattr(kind, "__args__", ()) for kind in expected):  # a choice of a Literal
         return text
-    if is_structured(path) and text[:1] in ("{", "["):
+    if is_structured(path) and text[:1] in ("{", "[") and not not_utf8(text):
         return parse_flow(text)
     if str in expected:
         return text

@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from sft_play.config import layers, rules
 from sft_play.config.layers import BUILT_IN, Layer, displayed, nearest_path
-from sft_play.config.messages import invalid, is_switch, no_such_file, refuse, word
-from sft_play.config.schema import Config, env_name, settings
+from sft_play.config.messages import has_no_name, invalid, is_switch, no_such_file, refuse, word
+from sft_play.config.schema import FREE_TEXTS, Config, env_name, is_name, settings
 from sft_play.config.yaml_source import YamlValue
 from sft_play.errors import ConfigError
 from sft_play.masking import holds_credential
@@ -32,7 +32,6 @@ DEFAULT = CONFIGS / "tiny.yaml"  # of the model that ships, and of no other
 SHIPPED_MODEL = PROJECT_ROOT / "data" / "tiny_llama"
 
 # Settings whose values in configs/ may be files of the project
-FREE_TEXTS = ("data.system_prompt",)  # what they say is for the model
 SHIPPED_PATHS = ("model.name", "data.train_path", "data.val_path", "data.test_path")
 
 MAX_VALUE = 100_000  # characters of a value that is to be typed
@@ -240,11 +239,12 @@ def _validate(merged: Layer, problems: list[str]) -> Config:
     Raises: ConfigError with `problems` and every value that does not fit its setting.
     """
     config = None
-    # pydantic reads true as 1, so this looks for switches where none belong
+    # pydantic reads true as 1, so this looks for switches where none belong; it accepts empty names
     wrong = {
         path
         for path, located in merged.items()
-        if isinstance(located.value, bool) and not is_switch(path)
+        if (isinstance(located.value, bool) and not is_switch(path))
+        or (is_name(path) and has_no_name(located.value))
     }
     try:
         values = {path: located.value for path, located in merged.items()}

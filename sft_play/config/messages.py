@@ -13,6 +13,7 @@ from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 
 PROBLEMS_SHOWN = 100
+NOT_UTF8 = "is not UTF-8; rename it: names have to be UTF-8"
 WORD_LENGTH = 80  # most characters of a value that a message repeats
 # What JSON Schema calls bounds and types: the words for it
 BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
@@ -79,6 +80,16 @@ def is_switch(path: str) -> bool:
     return bool in admitted or any("no" in typing.get_args(kind) for kind in admitted)
 
 
+def has_no_name(value: Any) -> bool:
+    """Return whether a path or name is empty, one of a list is, or one is not UTF-8."""
+    return value == "" or (isinstance(value, list) and "" in value) or not_utf8(str(value))
+
+
+def not_utf8(text: str) -> bool:
+    """Return whether a text has bytes that are not UTF-8, as a file's name may have."""
+    return any("\ud800" <= character <= "\udfff" for character in text)
+
+
 # What others call a value of a setting
 VALUES = {
     ("train.optim", "adamw_bnb_8bit"): "adamw_8bit",
@@ -118,7 +129,9 @@ def invalid(path: str, located: Located) -> str:
     elif isinstance(value, float) and not math.isfinite(value):
         sentence = f"={typed} is not finite; {write}"
     elif value == "":
-        sentence = f" is empty; {write}"
+        sentence = f" is empty; {write}, or leave it out"
+    elif not_utf8(str(value)):
+        sentence = f"={typed} {NOT_UTF8}"
     elif _is_above(value, _limit(path)):
         sentence = f"={typed} is too large; write at most {_limit(path)}"
     else:

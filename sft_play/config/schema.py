@@ -28,12 +28,16 @@ __all__ = [
     "TrainSection",
     "TuningSection",
     "env_name",
+    "is_name",
     "is_structured",
     "kinds",
     "sections",
     "settings",
     "with_present_names",
 ]
+
+
+FREE_TEXTS = ("data.system_prompt",)  # what they say is for the model
 
 
 class Config(Section):
@@ -100,6 +104,12 @@ def env_name(path: str) -> str:
 def is_structured(path: str) -> bool:
     """Return whether a setting's value may be a mapping, or contain one."""
     return bool((settings()[path].json_schema_extra or {}).get("structured"))
+
+
+def is_name(path: str) -> bool:
+    """Return whether a setting is a path or a name, which is never empty."""
+    field = settings().get(path)
+    return field is not None and path not in FREE_TEXTS and str in kinds(field.annotation)
 
 
 def kinds(annotation: Any) -> set[Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from sft_play.config.schema import Config
 from sft_play.data import splits
 from sft_play.data.cache import TokenizedSource, TokenizedSplits, open_samples
-from sft_play.data.files import format_origin
+from sft_play.data.file_kinds import format_origin
 from sft_play.data.ledger import (
     EpochShare,
     EqualRows,
@@ -310,7 +310,10 @@ def _build_ledger(selection: Selection) -> SplitLedger:
         lost_fraction=round(tally.lost_fraction, 6),
         lengths=splits.length_percentiles(samples.lengths),
         duplicates=splits.count_duplicates(samples.records),
-        sources=tuple(SourceLedger(source.label, source.weight, found) for source, found in pairs),
+        sources=tuple(
+            SourceLedger(source.label, source.weight, found, source.unread)
+            for source, found in pairs
+        ),
         image_samples=int((samples.image_counts > 0).sum()),
     )
 

@@ -15,13 +15,13 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from sft_play.data.files import file_format
+from sft_play.data.file_kinds import file_format
 from sft_play.data.images import file_state
 from sft_play.data.ledger import Tally
 from sft_play.data.rows import BadRow, Json
@@ -69,6 +69,13 @@ def digest_changed_images(entry: Path, folders: Sequence[str]) -> str:
             is_changed |= is_moved or now != line
             total.update(now.encode())
     return _digest(*folders, total.hexdigest()) if is_changed else ""
+
+
+def read_image_paths(entry: Path) -> list[str]:
+    """Return the paths of the images that the rows of an entry name."""
+    with (entry / IMAGE_STATES).open(encoding="utf-8") as lines:
+        next(lines)
+        return [json.loads(line)[0] for line in lines]
 
 
 def get_or_build(
@@ -173,6 +180,7 @@ class TokenizedSource:
     file_bytes: int | None = None  # of the files; None in a data.json of an older version
     choice: str = ""  # which of its rows were used; empty for all rows
     title: str | None = None  # given by the user
+    unread: dict[str, int] = field(default_factory=dict)  # other files in its folder, by ending
 
     @property
     def label(self) -> str:

@@ -17,6 +17,8 @@ from sft_play.data.rows import (
     InvalidRowError,
     Json,
     Message,
+    Messages,
+    Objects,
     check_encodable,
     is_blank,
     shorten,
@@ -24,9 +26,7 @@ from sft_play.data.rows import (
 
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 SCHEMA_KEYS = ("input_schema", "inputSchema")  # Anthropic's and Bedrock's parameters
-TEXT_KEYS = frozenset(
-    ("default", "const", "description", "name", "title", "pattern", "enum", "examples")
-)
+TEXT_KEYS = set("default const description name title pattern enum examples".split())
 JSON_IN_TEXT = re.compile(r'": "[\[{]')
 FILLED = re.compile(r'(?<!"default)(?<!"const)(?<!\\)": null')  # a null that only tables write
 JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -72,7 +72,7 @@ def check_json(value: Any, name: str) -> None:
     check_encodable(text.replace(r"\\", "").replace(r"\u0000", "\0"), name)
 
 
-def parse_tools(value: Any, name: str) -> tuple[Json, ...]:
+def parse_tools(value: Any, name: str) -> Objects:
     """Return functions as {"type": "function", "function": {...}}. Raises InvalidRowError."""
     tools: list[Json] = []
     for tool in parse_objects(value, name):
@@ -126,7 +126,7 @@ def _without_nulls(value: Any) -> Any:
     return {key: _without_nulls(held) for key, held in value.items() if held is not None}
 
 
-def parse_calls(value: Any, name: str) -> tuple[Json, ...]:
+def parse_calls(value: Any, name: str) -> Objects:
     """Return calls as {"type": "function", "function": {"name", "arguments"}}.
 
     Arguments become an object, which chat templates expect. Raises InvalidRowError.
@@ -162,7 +162,7 @@ def _parse_call(call: Json, name: str) -> Json:
     return {**kept, "type": "function", "function": {**function, "arguments": arguments}}
 
 
-def parse_python_calls(value: Any, name: str) -> tuple[Json, ...]:
+def parse_python_calls(value: Any, name: str) -> Objects:
     """Return calls like `weather(city='Oslo')`, one per line (OLMo 3). Raises InvalidRowError."""
     if not isinstance(parse_nested(value), str) or is_blank(value):
         return parse_calls(value, name)
@@ -182,7 +182,7 @@ def parse_python_calls(value: Any, name: str) -> tuple[Json, ...]:
     return parse_calls(calls, name)
 
 
-def drop_filled(messages: Sequence[Message], tools: Sequence[Json]) -> tuple[Message, ...]:
+def drop_filled(messages: Sequence[Message], tools: Sequence[Json]) -> Messages:
     """Return messages with null arguments removed if the tool does not name the argument."""
     schemas = {tool["function"].get("name"): tool["function"].get("parameters") for tool in tools}
     kept = []

@@ -4,11 +4,12 @@ Legend: T tokens of a sample.
 """
 
 import json
+import mmap
 import re
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -26,7 +27,6 @@ from sft_play.data.limits import (
     TOKENIZER_REMEDY,
     find_excess,
     limited,
-    refuse_endless,
 )
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
@@ -50,8 +50,10 @@ from sft_play.data.store import (
 )
 from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
-from sft_play.data.training_text import is_trained
+from sft_play.data.training_text import Samples, is_trained
+from sft_play.errors import DataError
 
+STEPS = (("the chat template", TEMPLATE_REMEDY), ("the tokenizer", TOKENIZER_REMEDY))
 CUT = {"truncate_left": "truncated", "split": "split"}  # how a policy changes rows
 
 
@@ -60,7 +62,7 @@ def fit_sample(
     max_tokens: int,
     policy: Literal["drop", "truncate_left", "split"],
     bos_id: int | None = None,
-) -> list[RenderedSample]:
+) -> Samples:
     """Return the samples, each with a trained token, that fit into a limit in tokens.
 
     drop: none, also for a sample with images, because a cut could go through an image.
@@ -78,7 +80,7 @@ def fit_sample(
     """
     assert max_tokens > 1, f"a sample of {max_tokens} tokens has nothing to learn"
     total = len(rendered.ids)
-    pieces: list[RenderedSample] = []
+    pieces: Samples = []
     if total <= max_tokens:
         pieces.append(rendered)
     elif policy == "split" and not rendered.images:
@@ -116,6 +118,7 @@ DOUBTS = {
         r"\s*(?i:n/?a|null|none|nan|-+)\.?\s*"
     ).fullmatch,
 }
+REFUSALS = "an answer is the text in `refusal`, as its content is null or empty"
 WEIGHTS = "some of their tokens weigh other than 1 in the loss, as a weight says"  # a note
 
 
@@ -187,7 +190,7 @@ class ChunkTokenizer:
     ) -> list[StoredSample]:
         """Return the stored samples of a record, and count the result."""
         tally = done.tally
-        samples: list[RenderedSample] = []
+        samples: Samples = []
         refused: list[RenderError] = []
         for row in rows:
             found = next(rendered)
@@ -204,6 +207,8 @@ class ChunkTokenizer:
             for words, finds in DOUBTS.items():
                 if any(map(finds, answers)):
                     tally.doubtful[words] += 1
+            if [message for message in row.messages if message.is_refusal]:
+                tally.noted[REFUSALS] += 1
             excluded = list(map(is_trained, row.messages)).count(False)
             if excluded and excluded > row.begins_with_answer:
                 tally.untrained["excluded"] += excluded - row.begins_with_answer
@@ -264,36 +269,36 @@ class ChunkTokenizer:
             tally.shortened.update(reasons)
         return stored
 
-    def refuse_endless_rows(self, task: ChunkTask) -> None:
+    def refuse_endless_rows(self, task: ChunkTask, title: str) -> None:
         """Raise DataError for rows whose processing by the model's files exceeds a limit.
 
-        They are found by bisecting the chunk: one row, or several that exceed the limit together.
+        It names the step that ran when the limit was exceeded, and the row, or all rows until then
+        if none of them needed half of the time.
         """
         records = self._parse(task, TokenizedChunk(task.file, 0, Tally()))
         rows = [row for rows in records.values() for row in rows]
-        limits = _limits(task.chunk)
+        seconds, grown_bytes = _limits(task.chunk)
+        reached = memoryview(mmap.mmap(-1, 3 * 8)).cast("d")  # row, step, seconds before the row
 
-        def exceeds(part: Sequence[Row]) -> str | None:
-            """Return the limit that rendering some rows exceeds."""
-            return find_excess(partial(self._renderer.render, part), *limits)
+        def render_rows() -> None:
+            begun = time.process_time()
+            characters = 0
+            for number, row in enumerate(rows):
+                reached[0], reached[1], reached[2] = number, 0, time.process_time() - begun
+                written = self._renderer.write_texts([row])
+                for text in () if isinstance(written[0], RenderError) else written[0]:
+                    characters += len(text.text)
+                # else the template has written too much
+                reached[1] = characters * CHARACTER_SECONDS <= seconds
+                self._renderer.render([row], written)
 
-        if not exceeds(rows):
-            return
-        while len(rows) > 1:
-            middle = len(rows) // 2
-            part = next(filter(exceeds, (rows[:middle], rows[middle:])), None)
-            if part is None:
-                break
-            rows = part
-        place = rows[0].origin
-        if len(rows) > 1:
-            place += f" and {len(rows) - 1} rows after it"
-        steps = (
-            ("the chat template", TEMPLATE_REMEDY, self._renderer.write_texts),
-            ("the tokenizer", TOKENIZER_REMEDY, self._renderer.render),
-        )
-        for what, remedy, step in steps:
-            refuse_endless(partial(step, rows), f"{place}: {what}", remedy, *limits)
+        excess = find_excess(render_rows, seconds, grown_bytes, title)
+        if excess:
+            last = int(reached[0])
+            first = last if 2 * reached[2] < max(1, seconds) else 0
+            more = f" and {last - first} rows after it" if last > first else ""
+            what, remedy = STEPS[int(reached[1])]
+            raise DataError(f"{rows[first].origin}{more}: {what} {excess}; {remedy}")
 
     def _parse(self, task: ChunkTask, done: TokenizedChunk) -> dict[int, list[Row]]:
         """Return the rows of each record, mostly one, by its number; count what is not used."""

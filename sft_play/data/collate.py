@@ -28,7 +28,7 @@ from sft_play.data.images import decode
 from sft_play.data.packing import batch_shape, padded_width
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.rows import ImageFile
+from sft_play.data.rows import ImageFile, Images
 from sft_play.data.store import Sample, Split
 
 Batch = dict[str, Tensor | int | list[int]]
@@ -49,7 +49,7 @@ class TokenSequence:
     lengths: tuple[int, ...]
     real_tokens: int  # without padding sequences (fillers)
     weights: np.ndarray | None = None  # (T,) of labels in the loss; None: each weight is 1
-    images: tuple[tuple[ImageFile, ...], ...] = ()  # per document; (): no document has images
+    images: tuple[Images, ...] = ()  # per document; (): no document has images
 
     @property
     def real_lengths(self) -> tuple[int, ...]:
@@ -305,7 +305,7 @@ class PackCollator:
         return batch
 
 
-def images_by_document(sequences: Sequence[TokenSequence]) -> list[tuple[ImageFile, ...]]:
+def images_by_document(sequences: Sequence[TokenSequence]) -> list[Images]:
     """Return the images of each document of sequences."""
     return list(chain.from_iterable(sequence.images for sequence in sequences))
 

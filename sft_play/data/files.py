@@ -6,7 +6,6 @@ contain undecoded JSONL lines.
 """
 
 import contextlib
-import functools
 import gzip
 import hashlib
 import io
@@ -23,6 +22,18 @@ from typing import Any, NoReturn
 from sft_play import reading
 from sft_play.config.layers import nearest_path
 from sft_play.data import json_files, text_files
+from sft_play.data.file_kinds import (
+    COLUMNAR_FORMATS,
+    ENDINGS,
+    FIRST_BYTES,
+    SHEET,
+    TEXT_FORMATS,
+    TEXTS,
+    base_format,
+    file_format,
+    format_origin,
+    refuse_other_content,
+)
 from sft_play.data.rows import (
     MAX_LISTED_ROWS,
     BadRow,
@@ -34,19 +45,6 @@ from sft_play.data.rows import (
 from sft_play.data.tables import DELIMITERS, read_sheet, read_table
 from sft_play.errors import DataError
 
-SHEET = ".xlsx"
-MARKDOWN = ".md"
-TEXTS = (".txt", MARKDOWN)
-LINE_FORMATS = (".jsonl", ".ndjson", *DELIMITERS, *TEXTS, SHEET)  # records are named by line
-TEXT_FORMATS = (".jsonl", ".ndjson", *DELIMITERS, ".json", *TEXTS)
-COMPRESSIONS = (".gz", ".zst")
-COLUMNAR_FORMATS = (".parquet", ".arrow")
-FORMATS = (
-    *TEXT_FORMATS,
-    *(suffix + compression for compression in COMPRESSIONS for suffix in TEXT_FORMATS),
-    *COLUMNAR_FORMATS,
-    SHEET,
-)
 UNPACK = "unpack it first with gzip -dk or zstd -d"
 UNPACKED_BYTES = 256 << 10  # at once
 ROWS_PER_CHUNK = 500  # 32 processes share 50,000 rows evenly; larger chunks are not faster
@@ -99,34 +97,12 @@ class Chunk:
         return json.dumps(record, default=show_value)
 
 
-def file_format(path: Path) -> str | None:
-    """Return the format in FORMATS of a file name, None if there is none."""
-    name = path.name.lower()
-    return next((suffix for suffix in FORMATS if name.endswith(suffix)), None)
-
-
-@functools.cache
-def base_format(path: Path) -> str:
-    """Return the format of a file without its compression, "" if it has none."""
-    suffix = file_format(path) or ""
-    for compression in COMPRESSIONS:
-        suffix = suffix.removesuffix(compression)
-    return suffix
-
-
 def _encoding_hint(path: Path) -> str:
     """Return the encoding of a text file that is not UTF-8, "" if it is unknown."""
     if base_format(path) not in TEXT_FORMATS:
         return ""
     with path.open("rb") as raw:
         return text_files.conversion_hint(path, open_decompressed(raw, path))
-
-
-def format_origin(path: Path, number: int) -> str:
-    """Return `file:line` or `file[index]` of a record."""
-    if base_format(path) in LINE_FORMATS:
-        return f"{path}:{number}"
-    return f"{path}[{number}]"
 
 
 def digest_files(paths: Iterable[Path], choice: str = "") -> str:
@@ -155,11 +131,13 @@ def read_chunks(
     """
     suffix = file_format(path)
     if suffix is None:
-        raise DataError(f"{path}: a data file ends in {', '.join(FORMATS)}")
+        raise DataError(f"{path}: {ENDINGS}")
     with _errors_naming(path):
         reading.refuse_special(path)
         if path.is_dir():
             raise DataError(f"{path}: a folder, not a file")
+        with path.open("rb") as file:
+            refuse_other_content(path, file.read(FIRST_BYTES))
         if suffix in COLUMNAR_FORMATS:
             from sft_play.data.arrow import ColumnarFile  # takes a quarter of a second to load
 
@@ -239,6 +217,8 @@ def _text_chunks(path: Path, rows_per_chunk: int, line_by_line: bool) -> Iterato
     suffix = base_format(path)
     with path.open("rb") as raw:
         stream = open_decompressed(raw, path)
+        if stream is not raw:
+            refuse_other_content(path, stream.peek(FIRST_BYTES), is_unpacked=True)
         text_files.refuse_wide_encoding(path, stream.peek(4)[:4])
         if suffix == ".json":
             records = json_files.read_json(path, stream)

@@ -17,6 +17,7 @@ from sft_play.data.rows import (
     InvalidRowError,
     Json,
     Message,
+    Messages,
     is_given,
     shorten,
 )
@@ -31,19 +32,10 @@ MEDIA = (  # of a part that is not a video, and of one
 NO_ANSWER = "no model here writes images; put it into a question"
 IMAGE_TYPES = ("image", "image_url", "input_image")  # of parts
 BARE_KEYS = ("image", "inlineData", "inline_data")  # of parts without a type
-MEDIA_TYPES = ("video", "video_url", "input_video", "audio", "audio_url", "input_audio")
+MEDIA_TYPES = "video video_url input_video audio audio_url input_audio".split()
 # Keys of a part, or of an object in it: bytes take precedence over their original path
-ENCODED_KEYS = ("bytes", "base64", "data")
-IMAGE_KEYS = (
-    *ENCODED_KEYS,
-    "image",
-    "image_url",
-    "source",
-    "inlineData",
-    "inline_data",
-    "url",
-    "path",
-)
+ENCODED_KEYS = ["bytes", "base64", "data"]
+IMAGE_KEYS = ENCODED_KEYS + "image image_url source inlineData inline_data url path".split()
 # The start of base64 of JPEG, PNG, GIF, WebP, BMP and TIFF; a path also has a dot
 BASE64_IMAGE = re.compile(r"(/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk|SUkq|TU0AK)[\w+/\s]{60,}=*\s*", re.A)
 
@@ -102,9 +94,7 @@ def refuse_media(part: Any, name: str) -> None:
         raise InvalidRowError(f"{name} is {MEDIA['video' in kind]}")
 
 
-def attach_images(
-    messages: tuple[Message, ...], record: Json, row_format: RowFormat
-) -> tuple[Message, ...]:
+def attach_images(messages: Messages, record: Json, row_format: RowFormat) -> Messages:
     """Return the messages of a record with the images of its columns, in order, at their marks.
 
     Without marks, all images come before the first question. Raises InvalidRowError.
@@ -141,7 +131,7 @@ def attach_images(
     return _pair(messages, images)
 
 
-def _pair(messages: Sequence[Message], images: Sequence[ImageFile]) -> tuple[Message, ...]:
+def _pair(messages: Sequence[Message], images: Sequence[ImageFile]) -> Messages:
     """Return messages with a column's images in place of the same number of marks.
 
     Raises InvalidRowError.

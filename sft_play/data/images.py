@@ -24,11 +24,12 @@ from sft_play.data.rows import (
     MAX_ENCODED_BYTES,
     ImageFile,
     InvalidRowError,
-    Message,
+    Messages,
     shorten,
 )
 from sft_play.data.tables import OF_A_WRONG_VALUE
 from sft_play.errors import DataError, first_line
+from sft_play.plan.base_model import POINTER
 from sft_play.runs.files import write_bytes
 from sft_play.runs.folder import cache_folder
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 # Excludes formats whose reading starts another program (EPS), or that contain no picture
-IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+IMAGE_FORMATS = "JPEG PNG WEBP GIF BMP TIFF PPM JPEG2000 AVIF".split()
 AS_FORMATS = "save it as JPEG, PNG or WebP"
 WITH_PREVIEW = "MPO"  # a JPEG followed by smaller ones, as phones write it
 DRAFT = 8  # a JPEG is decoded at an eighth of its size, which still reads all of it
@@ -49,10 +50,11 @@ FETCH_SECONDS = 60
 REMEMBERED = 1 << 16  # files
 BEGINNING_BYTES = 256
 # Pillow checks little: a damaged file may raise any of Python's errors
-State = tuple[int, int] | None  # of a file: bytes and time in ns; None: unknown
+# Of a file: bytes, and times in ns of which no program can set the second; None: unknown
+State = tuple[int, int, int] | None
 DAMAGED = (OSError, SyntaxError, EOFError, zlib.error, struct.error, *OF_A_WRONG_VALUE)
 BEGINNINGS = {
-    b"version https://git-lfs": "a pointer of git-lfs, not the image; git lfs pull fetches it",
+    POINTER: "a pointer of git-lfs, not the image; git lfs pull fetches it",
     b"<svg": "an SVG drawing; save it as PNG",
     b"<!doctype html": "a web page, not an image; fetch the image itself",
     b"<html": "a web page, not an image; fetch the image itself",
@@ -76,7 +78,7 @@ class ImageReader:
         fetches = data.image_urls == "fetch"
         return cls(folder, cache_folder(config) / "images" if fetches else None, decodes)
 
-    def open_images(self, messages: tuple[Message, ...], data_file: Path) -> tuple[Message, ...]:
+    def open_images(self, messages: Messages, data_file: Path) -> Messages:
         """Return messages with every image opened. Raises InvalidRowError, which names the image.
 
         Relative paths start at the folder of the data file if data.image_folder is null.
@@ -193,7 +195,7 @@ def file_state(path: str) -> State:
     """Return the properties of a file that a write changes."""
     with contextlib.suppress(OSError, ValueError):
         stat = os.stat(path)
-        return stat.st_size, stat.st_mtime_ns
+        return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
     return None
 
 

@@ -5,14 +5,13 @@ import io
 import json
 import re
 import shlex
-from collections.abc import Iterator
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import IO, Any
 
 from sft_play.data import text_files
-from sft_play.data.rows import Json, NumberedRecord
+from sft_play.data.rows import Json, NumberedRecord, NumberedRecords
 from sft_play.data.text_files import (
     BYTE_ORDER_MARK,
     TYPE_NAMES,
@@ -108,7 +107,7 @@ class JsonText:
                 return value
 
 
-def read_json(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
+def read_json(path: Path, stream: IO[bytes]) -> NumberedRecords:
     """Yield the rows of a .json file: of a list, of one object, or of one object per line.
 
     Raises DataError.
@@ -138,7 +137,7 @@ def read_json(path: Path, stream: IO[bytes]) -> Iterator[NumberedRecord]:
         yield from _read_object(text)
 
 
-def _read_list(text: JsonText) -> Iterator[NumberedRecord]:
+def _read_list(text: JsonText) -> NumberedRecords:
     """Yield the elements of a JSON list one by one, as lines of JSONL."""
     for index in count():
         text.row = f"[{index}]"
@@ -169,7 +168,7 @@ def _read_list(text: JsonText) -> Iterator[NumberedRecord]:
         )
 
 
-def _read_object(text: JsonText) -> Iterator[NumberedRecord]:
+def _read_object(text: JsonText) -> NumberedRecords:
     """Yield the rows of one object.
 
     It is `{"data": [...]}`, or an object of columns, as pandas and datasets write a table.

@@ -12,8 +12,9 @@ from itertools import chain
 from typing import Self
 
 from sft_play.data.row_parsing import unused_notes
-from sft_play.data.rows import Json
+from sft_play.data.rows import FORMS, Json
 from sft_play.data.special_text import special_notes
+from sft_play.progress import visible
 from sft_play.runs.tables import aligned
 
 
@@ -90,7 +91,7 @@ class DataAccount:
                 dropped = [f"{reason} {rows:,}" for reason, rows in tally.dropped.items() if rows]
                 facts = [f"{tally.rows_in:,} rows read", *dropped]
             counted = "1 file" if files == 1 else f"{files} files"
-            lines.append(f"  {split} {name} ({counted}): {', '.join(facts)}")
+            lines.append(f"  {split} {visible(name)} ({counted}): {', '.join(facts)}")
         return ["read before the error:", *lines] if lines else []
 
 
@@ -120,13 +121,18 @@ class SourceLedger:
     name: str
     weight: float | None
     tally: Tally
+    unread: Mapping[str, int]  # files of its folder that are not read, by ending
 
     @property
     def notes(self) -> list[str]:
-        """Notes on unused keys, special tokens in messages, and changes by the template."""
+        """Notes on unread files and keys, special tokens in messages, changes by the template."""
         tally, name = self.tally, self.name
         noted = [f"{name}: {rows:,} rows: {note}" for note, rows in sorted(tally.noted.items())]
-        return [*unused_notes(tally.unused, name), *special_notes(tally.as_text, name), *noted]
+        noted = [*unused_notes(tally.unused, name), *special_notes(tally.as_text, name), *noted]
+        if self.unread:
+            counts = ", ".join(f"{count:,} {end}" for end, count in sorted(self.unread.items()))
+            noted.insert(0, f"{name}: {sum(self.unread.values()):,} files are not read: {counts}")
+        return noted
 
 
 @dataclass(frozen=True)
@@ -234,26 +240,9 @@ class Ledger:
 
 
 MAX_COLUMNS = 100  # of the text
+REASONS = FORMS["ledger"]  # by counter of a tally: the meaning of each
 
-DROPPED = {
-    "bad_row": "cannot be read as a row",
-    "unproven": "its answer's tokens were not found",
-    "too_long": "over model.max_seq_len",
-    "nothing_to_train": "no token carries loss",
-    "all_excluded": "a flag excludes every answer",
-    "held_out": "kept to be evaluated on",
-    "evaluated_on": "evaluated on, so not trained",
-    "question_evaluated_on": "asked in evaluation, so not trained",
-    "not_chosen": "by rows or split of its source",
-}
-SHORTENED = {"truncated": "cut on the left", "split": "several samples each"}
-UNTRAINED = {
-    "excluded": "by weight 0, train false or mask true",
-    "greeting": "before the first question",
-    "greeting_left_out": "as the chat template refuses it",
-}
-# The kinds of equality in EqualRows
-EQUAL = {"exact": "to the letter", "normalized": "in the same words", "questions": "by question"}
+EQUAL = REASONS["equal"]  # the kinds of equality in EqualRows
 
 Line = tuple[str, ...]  # its first cell is its name
 
@@ -274,7 +263,7 @@ def ledger_lines(ledger: Ledger) -> list[str]:
     tables = [split_table(ledger), *source_tables(ledger)]
     blocks = [*map(table_lines, tables), padding_lines(ledger), variable_lines(ledger)]
     blocks.append(ledger.notes)
-    return "\n\n".join("\n".join(block) for block in blocks if block).splitlines()
+    return visible("\n\n".join("\n".join(block) for block in blocks if block)).splitlines()
 
 
 def split_table(ledger: Ledger) -> Table:
@@ -301,10 +290,10 @@ def _count_split(split: SplitLedger, every: Tally, max_seq_len: int) -> dict[str
     """Return the numbers of a split by label, with a line for each reason in any split."""
     tally = split.tally
 
-    def reasons(counter: str, mark: str, meanings: Mapping[str, str]) -> dict[str, int]:
+    def reasons(counter: str, mark: str) -> dict[str, int]:
         counts = {}
         for reason in +getattr(every, counter):
-            label = ": ".join(filter(None, (f"{mark} {reason}", meanings.get(reason))))
+            label = ": ".join(filter(None, (f"{mark} {reason}", REASONS[counter].get(reason))))
             counts[label] = getattr(tally, counter)[reason]
         return counts
 
@@ -315,14 +304,14 @@ def _count_split(split: SplitLedger, every: Tally, max_seq_len: int) -> dict[str
     return {
         "rows in": tally.rows_in,
         "= used": tally.rows_used,
-        **reasons("shortened", "  of them", SHORTENED),
-        **reasons("dropped", "+", DROPPED),
+        **reasons("shortened", "  of them"),
+        **reasons("dropped", "+"),
         "samples that they give": tally.samples,
         "tokens": tally.tokens,
         **(images if every.images else {}),
         "trained tokens": tally.trained_tokens,
         "share of tokens that is trained": tally.trained_tokens / max(1, tally.tokens),
-        **reasons("untrained", "answers without loss,", UNTRAINED),
+        **reasons("untrained", "answers without loss,"),
         "trained tokens lost to data.too_long": split.lost_fraction,
         **{f"tokens of a sample, {name}": tokens for name, tokens in lengths.items()},
         f"longest, of model.max_seq_len={max_seq_len}": longest,

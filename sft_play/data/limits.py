@@ -15,6 +15,7 @@ from pathlib import Path
 
 from sft_play import stops
 from sft_play.errors import DataError, first_line
+from sft_play.progress import Stage, watched
 
 # A template writes a long conversation in a few milliseconds
 CPU_SECONDS = 3
@@ -52,8 +53,16 @@ def limited(seconds: float, grown_bytes: int) -> Iterator[None]:
             resource.setrlimit(kind, allowed)
 
 
-def find_excess(call: Callable[[], object], seconds: float, grown_bytes: int) -> str | None:
-    """Return the limit that a call exceeds in a fork of this process, None if it exceeds none."""
+def find_excess(
+    call: Callable[[], object],
+    seconds: float,
+    grown_bytes: int,
+    title: str = "",
+) -> str | None:
+    """Return the limit that a call exceeds in a fork of this process, None if it exceeds none.
+
+    Lines with a title are logged meanwhile.
+    """
     with stops.held():
         child = os.fork()
     if child == 0:
@@ -70,7 +79,8 @@ def find_excess(call: Callable[[], object], seconds: float, grown_bytes: int) ->
             is_short = True
         finally:
             os._exit(is_short)  # the parent gets any other error again
-    _, status = os.waitpid(child, 0)
+    with watched(Stage(title), is_shown=title != ""):  # not before the fork: it has a thread
+        _, status = os.waitpid(child, 0)
     end = os.waitstatus_to_exitcode(status)
     if end == -signal.SIGXCPU:
         return f"has not ended after {seconds:.0f} s"

@@ -19,9 +19,11 @@ from sft_play.data.row_formats import (
     parse_nested,
 )
 from sft_play.data.rows import (
+    FORMS,
     InvalidRowError,
     Json,
     Message,
+    Messages,
     Segment,
     check_encodable,
     is_given,
@@ -39,7 +41,7 @@ from sft_play.data.turns import (
 )
 
 # Flag: the value that includes an answer in the loss; a weight may be any number from 0 up
-LOSS_FLAGS = {"weight": 1, "train": 1, "training": 1, "loss": 1, "mask": 0}
+LOSS_FLAGS = FORMS["flags"]
 PARTS_OF_ANSWERS = ("train_detail", "training_detail")  # Axolotl's, by characters
 MAX_WEIGHT = 1_000_000  # times the usual loss of a token; float32 sums are exact enough
 FLAG_KEYS = frozenset((*LOSS_FLAGS, *PARTS_OF_ANSWERS))
@@ -73,7 +75,7 @@ def parse_segments(value: Any, name: str) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def parse_conversation(lists: Mapping[str, Any], turn_keys: set[str]) -> tuple[Message, ...]:
+def parse_conversation(lists: Mapping[str, Any], turn_keys: set[str]) -> Messages:
     """Return the messages of consecutive lists, given by the names of their columns.
 
     Keys of turns with more than a text are added to `turn_keys`. Raises InvalidRowError, which
@@ -159,7 +161,7 @@ def tools_of_turns(turns: Any) -> Any:
     return (first.get("functions") or first.get("tools")) if isinstance(first, dict) else None
 
 
-def parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+def parse_messages(record: Json, row_format: RowFormat) -> Messages:
     """Return the messages of a record in any format. Raises InvalidRowError."""
     kind, columns = row_format.kind, row_format.required
     if kind == "turns":
@@ -175,7 +177,7 @@ def parse_messages(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
     return _add_reasoning(messages, record[thoughts], thoughts) if thoughts in record else messages
 
 
-def _parse_pair(record: Json, row_format: RowFormat) -> tuple[Message, ...]:
+def _parse_pair(record: Json, row_format: RowFormat) -> Messages:
     """Return the messages of a question and its answer, and of the previous turns."""
     question_column, answer_column = row_format.required
     history_column = row_format.columns["history"]
@@ -221,7 +223,7 @@ def _parse_question(record: Json, row_format: RowFormat) -> str:
     return question
 
 
-def _add_reasoning(messages: tuple[Message, ...], value: Any, name: str) -> tuple[Message, ...]:
+def _add_reasoning(messages: Messages, value: Any, name: str) -> Messages:
     """Return messages whose last answer has the reasoning of a column."""
     if isinstance(value, list) and len(value) == 1:  # s1K
         (value,) = value

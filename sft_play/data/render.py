@@ -14,7 +14,7 @@ from itertools import chain
 from os.path import commonprefix
 from typing import Any
 
-from sft_play.data.rows import ImageFile, Json, Message, PromptIds, Row, Segment
+from sft_play.data.rows import Images, Json, Message, PromptIds, Row, Segment
 from sft_play.data.special_text import TokensInText, encode, match_any, special_text
 from sft_play.data.templates import ChatTemplate, RenderError, stop_ids, template_messages
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
@@ -22,6 +22,7 @@ from sft_play.data.training_text import (
     IGNORE_INDEX,
     Answer,
     RenderedSample,
+    Samples,
     TrainingTextBuilder,
     TrainOn,
     get_images,
@@ -67,7 +68,9 @@ class Renderer:
         bos = self._two_bos[:1]
         self._text_prefix = bos if with_special[:1] == bos != without[:1] else []
 
-    def render(self, rows: Sequence[Row]) -> list[tuple[RenderedSample, ...] | RenderError]:
+    def render(
+        self, rows: Sequence[Row], written: Sequence[Samples | RenderError] = ()
+    ) -> list[tuple[RenderedSample, ...] | RenderError]:
         """Return the samples of each row, or why its trained tokens cannot be proven.
 
         A conversation is one sample, or several if the template writes an answer differently once
@@ -77,8 +80,8 @@ class Renderer:
         tokenized one by one, with their special tokens. A row without trained tokens has no
         sample.
         """
-        written = self.write_texts(rows)
-        texts: list[RenderedSample] = []
+        written = written or self.write_texts(rows)
+        texts: Samples = []
         for found in written:
             if not isinstance(found, RenderError):
                 texts += found
@@ -96,11 +99,11 @@ class Renderer:
             for row, found in zip(rows, written, strict=True)
         ]
 
-    def write_texts(self, rows: Sequence[Row]) -> list[list[RenderedSample] | RenderError]:
+    def write_texts(self, rows: Sequence[Row]) -> list[Samples | RenderError]:
         """Return the texts of each row, or why its trained tokens cannot be proven."""
         return [self._write(row) for row in rows]
 
-    def _write(self, row: Row) -> list[RenderedSample] | RenderError:
+    def _write(self, row: Row) -> Samples | RenderError:
         if row.segments:
             return [RenderedSample([], [], text=segment.text) for segment in row.segments]
         if row.text is not None:
@@ -168,7 +171,7 @@ class Renderer:
     ) -> tuple[RenderedSample, ...] | RenderError:
         if row.segments:
             return (_join_segments(row.segments, texts),)
-        samples: list[RenderedSample] = []
+        samples: Samples = []
         try:
             for text in texts:
                 if row.text is None:
@@ -202,7 +205,7 @@ class Renderer:
 
     def _label_answers(
         self, text: RenderedSample, tails: Mapping[str, list[int]], messages: Sequence[Message]
-    ) -> list[RenderedSample]:
+    ) -> Samples:
         """Return the sample of a text, and one per answer whose line breaks join its prompt.
 
         Such an answer is tokenized separately, because it follows the prompt's tokens at inference.
@@ -212,7 +215,7 @@ class Renderer:
             raise RenderError(TWO_BOS)
         labels = [IGNORE_INDEX] * len(ids)
         weights = [1.0] * len(ids)
-        apart: list[RenderedSample] = []
+        apart: Samples = []
         last: Answer | None = None
         for answer in text.answers:
             weight = messages[answer.message].weight
@@ -302,7 +305,7 @@ class Renderer:
         return "".join(text.replace("\u2581", " ").split())
 
 
-def images_of(messages: Sequence[Message]) -> tuple[ImageFile, ...]:
+def images_of(messages: Sequence[Message]) -> Images:
     """Return the images of messages in their order."""
     return tuple(chain.from_iterable(map(get_images, messages)))
 

@@ -13,7 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft_play.data.files import Chunk, base_format, parse_records, refuse_bad_rows
+from sft_play.data.file_kinds import base_format
+from sft_play.data.files import Chunk, parse_records, refuse_bad_rows
 from sft_play.data.row_formats import (
     ROW_FORMATS,
     RowFormat,
@@ -28,6 +29,7 @@ from sft_play.data.rows import (
     Columns,
     InvalidRowError,
     Json,
+    Records,
     list_columns,
 )
 from sft_play.data.tables import DELIMITERS
@@ -90,7 +92,7 @@ def _readable_records(chunk: Chunk) -> list[Json]:
     return readable
 
 
-def _check_columns(path: Path, columns: Columns, records: Sequence[Json], keys: list[str]) -> None:
+def _check_columns(path: Path, columns: Columns, records: Records, keys: list[str]) -> None:
     for field, column in columns.items():
         if field not in ALL_FIELDS:
             near = difflib.get_close_matches(field, ALL_FIELDS, n=1)
@@ -110,7 +112,7 @@ def _check_columns(path: Path, columns: Columns, records: Sequence[Json], keys: 
             raise DataError(f"{path}: {reason}; data.columns names it as the {field}")
 
 
-def _explain_path(column: str, records: Sequence[Json]) -> str | None:
+def _explain_path(column: str, records: Records) -> str | None:
     """Return why a path leads to a value in no record, None if it leads to one."""
     reason = f"{column}: nothing is there"
     for record in records:
@@ -123,7 +125,7 @@ def _explain_path(column: str, records: Sequence[Json]) -> str | None:
 
 
 def _refuse_other_training(
-    path: Path, records: Sequence[Json], keys: Sequence[str], found: RowFormat | None
+    path: Path, records: Records, keys: Sequence[str], found: RowFormat | None
 ) -> None:
     """Raise DataError for rows that are made for another kind of training than on answers."""
     for refused in FORMS["refused"]:
@@ -149,7 +151,7 @@ def _refuse_other_training(
         )
 
 
-def _works(records: Sequence[Json], row_format: RowFormat) -> bool:
+def _works(records: Records, row_format: RowFormat) -> bool:
     """Return whether most of the records can be read as rows of a format."""
     bad = 0
     for record in records:
@@ -160,7 +162,7 @@ def _works(records: Sequence[Json], row_format: RowFormat) -> bool:
     return 2 * bad < len(records)
 
 
-def _find_columns(records: Sequence[Json], candidates: Iterable[Columns]) -> Columns | None:
+def _find_columns(records: Records, candidates: Iterable[Columns]) -> Columns | None:
     """Return the first columns with which most of the records are rows, None if there are none."""
     for columns in candidates:
         row_format = match_format(records, columns)
@@ -169,7 +171,7 @@ def _find_columns(records: Sequence[Json], candidates: Iterable[Columns]) -> Col
     return None
 
 
-def _no_format(path: Path, columns: Columns, records: Sequence[Json], keys: list[str]) -> str:
+def _no_format(path: Path, columns: Columns, records: Records, keys: list[str]) -> str:
     is_table = base_format(path) in DELIMITERS
     first_line = " (its first line)" if is_table else ""
     mapped = f" besides {dict(columns)}" if columns else ""
@@ -190,7 +192,7 @@ def _no_format(path: Path, columns: Columns, records: Sequence[Json], keys: list
     )
 
 
-def _by_position(records: Sequence[Json], keys: Sequence[str]) -> Iterator[Columns]:
+def _by_position(records: Records, keys: Sequence[str]) -> Iterator[Columns]:
     """Yield the only two columns with texts of several words, as question and answer."""
     texts = []
     for key in keys:
@@ -222,7 +224,7 @@ def columns_setting(columns: Columns) -> str:
     return "DATA_COLUMNS=" + shlex.quote("{" + ", ".join(pairs) + "}")
 
 
-def _suggest_chosen(records: Sequence[Json]) -> Columns | None:
+def _suggest_chosen(records: Records) -> Columns | None:
     """Return columns that train only the preferred answers of a preference set."""
     candidates: list[Columns] = [{"messages": "chosen"}]
     for name in (*QUESTIONS, "messages", "conversations"):
@@ -274,7 +276,7 @@ def _leaves(
         for name, held in value.items():
             if "." not in name:
                 inner = f"{path}.{name}" if path else name
-                yield from _leaves(held, inner, (name.lower(), *names), is_in_list)
+                yield from _leaves(held, inner, (name.strip().lower(), *names), is_in_list)
     elif isinstance(value, list) and value:
         has_objects = isinstance(value[0], dict)
         inner = path if has_objects else f"{path}.0"

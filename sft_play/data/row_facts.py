@@ -5,9 +5,11 @@ machine, CHARACTERS_PER_TOKEN characters count as one token. Loads no torch, unl
 tokenized.
 """
 
+import contextlib
 import hashlib
 import json
 import math
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -15,8 +17,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sft_play.config.loader import environment
 from sft_play.config.schema import Config
-from sft_play.data.files import Chunk, read_chunks, refuse_bad_rows
+from sft_play.data.files import Chunk, digest_files, read_chunks, refuse_bad_rows
 from sft_play.data.row_detection import ChunkTask, take_rows
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
@@ -30,7 +33,8 @@ from sft_play.data.sources import (
 )
 from sft_play.errors import DataError
 from sft_play.plan import sources
-from sft_play.plan.config_json import find_file
+from sft_play.plan.config_json import fetched_commits, find_file, find_folder
+from sft_play.plan.counting import digest_of_code, versions
 from sft_play.plan.recipe import RowFacts
 from sft_play.plan.workload import CHARACTERS_PER_TOKEN, Counted, epoch_rows
 from sft_play.runs.files import read_json, write_json
@@ -43,6 +47,8 @@ READ_BYTES = 16 << 20  # per source
 SAMPLED_ROWS = 2000  # of all sources together, each by its share of an epoch
 SAMPLED_BYTES = 4 << 20  # size on disk; fewer long rows are drawn
 FEWEST_ROWS = 50
+DIGESTED_BYTES = 256 << 20  # of a source: a sixth of a second
+MODEL_FILES = ".json .jinja .model .txt .tiktoken .py".split()  # all but the weights
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 
@@ -84,9 +90,9 @@ def look_at_rows(
     elif not may_fetch and not is_here:
         reason = f"the tokenizer of {model.name} is not on this machine"
     if reason is None:
-        lengths, labelled = _tokenize(drawn, config)
+        lengths, labelled, names_files = _tokenize(drawn, config)
     else:
-        lengths, labelled = _count_characters(drawn, config), None
+        lengths, labelled, names_files = _count_characters(drawn, config), None, True
     if not lengths:
         return "none of the first rows can be used"
     held_out = 0.0
@@ -101,8 +107,9 @@ def look_at_rows(
         are_texts=all(task.row_format.name == "text" for task in drawn),
         labelled=labelled,
     )
-    if reason is None:
-        write_json(path, asdict(facts))
+    if not names_files:  # images may change
+        # the tokenizer, the rows, and so the name of the record may have been fetched meanwhile
+        write_json(_record_path(config), asdict(facts))
     return facts
 
 
@@ -130,7 +137,9 @@ def count_rows_or_reason(config: Config) -> Counted | str:
 
 
 def record_counts(config: Config, data: "RunData") -> None:
-    """Record how many samples and tokens a resolved config trains on."""
+    """Record how many samples and tokens a resolved config trains on; images may change."""
+    if data.train.has_images:
+        return
     tokens = int(data.train.lengths.sum())
     trained_tokens = int(data.train.records["trained"].sum())
     counted = Counted(len(data.train), tokens, trained_tokens / tokens)
@@ -196,8 +205,8 @@ def _count_characters(drawn: list[ChunkTask], config: Config) -> list[int]:
     return lengths
 
 
-def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float]:
-    """Return the tokens of rows, and the share of them with loss.
+def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float, bool]:
+    """Return the tokens of rows, the share of them with loss, and whether they name files.
 
     Raises: DataError, EnvironmentFault.
     """
@@ -213,30 +222,47 @@ def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float]
     config = config.changed({"model.max_seq_len": 1 << 30})  # so that no row is cut
     tokenizer = ChunkTokenizer(config, load_tokenizer(config), decodes=False)
     lengths: list[int] = []
+    names_files = False
     trained = 0
     for done in tokenize_tasks(iter(drawn), tokenizer, processes=1):
         lengths += np.diff(done.samples.records["end"], prepend=0).tolist()
         trained += done.tally.trained_tokens
-    return lengths, trained / max(1, sum(lengths))
+        names_files |= bool(done.image_states)
+    return lengths, trained / max(1, sum(lengths)), names_files
 
 
 def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
     """Return the path of the facts of a config's rows; with `max_seq_len`, the counts of a run.
 
-    The name digests its settings, and the path, size and time of every local file.
+    The name digests what the samples depend on: settings, rows, files of the model, and code.
     """
-    base = Path(config.model.name)
-    base = base.absolute() if base.is_dir() else base
-    paths = [base]
+    model, environ = config.model, environment()
+    facts: list[Any] = [config.data.model_dump(), model.model_dump(exclude={"max_seq_len"})]
+    facts += [max_seq_len, config.train.order_seed, versions(), digest_of_code("data/*.*")]
     for name in SETTINGS.values():
-        paths += map(Path, sources.list_paths(getattr(config.data, name)))
-    model = {"revision", "adapter", "add_tokens", "chat_template", "template_kwargs"}
-    facts: list[Any] = [config.data.model_dump(), config.model.model_dump(include=model), str(base)]
-    facts += [max_seq_len, config.train.order_seed]
-    for path in paths:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.is_file():
-                state = file.stat()
-                facts.append([str(file), state.st_size, state.st_mtime_ns])
+        for section in source_sections(getattr(config.data, name)):
+            if not Path(section.path).exists():
+                facts.append(fetched_commits(section.path, environ))
+                continue
+            with contextlib.suppress(DataError):  # reported when the rows are read
+                facts.append(_contents(find_source(section, f"data.{name}", config.data)))
+    folders = [find_folder(model.name, model.revision, environ), Path(model.adapter or os.devnull)]
+    files = [
+        file
+        for folder in filter(None, folders)
+        for pattern in ("*", "*/*.jinja")
+        for file in folder.glob(pattern)
+    ]
+    read = [file for file in sorted(files) if file.suffix in MODEL_FILES and file.is_file()]
+    if model.has_template_file:
+        read.append(Path(model.chat_template or ""))
+    facts.append(digest_files(read))
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     return cache_folder(config) / "counts" / f"{key}.json"
+
+
+def _contents(source: Source) -> Any:
+    """Return the digest of a source's files; of large ones what every write changes (ctime)."""
+    if source.file_bytes > DIGESTED_BYTES:
+        return source.states()
+    return digest_files(source.files)

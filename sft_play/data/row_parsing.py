@@ -15,13 +15,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from sft_play.config.schema import Config
 from sft_play.data.calls import check_json, drop_filled, has_null_arguments, parse_tools
-from sft_play.data.files import (
-    Chunk,
-    format_origin,
-    parse_records,
-    read_chunks,
-    refuse_bad_rows,
-)
+from sft_play.data.file_kinds import format_origin
+from sft_play.data.files import Chunk, parse_records, read_chunks, refuse_bad_rows
 from sft_play.data.image_parts import attach_images
 from sft_play.data.images import BESIDE_FILES, ImageReader
 from sft_play.data.messages import (
@@ -49,6 +44,8 @@ from sft_play.data.rows import (
     InvalidRowError,
     Json,
     Message,
+    Messages,
+    Objects,
     Row,
     Segment,
     is_blank,
@@ -82,9 +79,10 @@ def unused_keys(record: Json, row_format: RowFormat) -> set[str]:
             keys.add(f"{style}{IN_TEXT}{column}")
     turns = parse_nested(record.get(row_format.turn_column))
     for turn in map(parse_nested, turns if isinstance(turns, list) else ()):
-        if isinstance(turn, dict) and not turn.keys() <= USED_TURN_KEYS:
-            others = turn.keys() - USED_TURN_KEYS
-            keys.update(f"{TURN_PREFIX}{key}" for key in others if is_given(turn[key]))
+        if isinstance(turn, dict):
+            is_answer = ROLES.get(str(turn.get("role")).lower()) == "assistant"
+            others = turn.keys() - (USED_TURN_KEYS - {"name"} if is_answer else USED_TURN_KEYS)
+            keys |= {f"{TURN_PREFIX}{key}" for key in others if is_given(turn[key])}
     return keys
 
 
@@ -129,7 +127,7 @@ class SystemPrompt:
         replaces_own = data.system_prompt_mode == "replace"
         return cls(data.system_prompt, replaces_own, ImageReader.from_config(config, decodes))
 
-    def put(self, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    def put(self, messages: Messages) -> Messages:
         """Return messages that start with the text. Raises InvalidRowError."""
         has_system = messages[0].role == "system"
         if has_system and not self.replaces_own:
@@ -223,7 +221,7 @@ def _parse_row(
         segments = parse_segments(record[column], column)
         return Row((), origin, segments=weigh(segments, weight))
     messages = parse_messages(record, row_format)
-    tools: tuple[Json, ...] = ()
+    tools: Objects = ()
     variables = None
     if not row_format.is_plain(record):
         tools_column = row_format.columns["tools"]
@@ -242,7 +240,7 @@ def _parse_row(
     return Row(messages, origin, tools=tools, variables=variables)
 
 
-def _put_system(messages: tuple[Message, ...], record: Json, column: str) -> tuple[Message, ...]:
+def _put_system(messages: Messages, record: Json, column: str) -> Messages:
     """Return messages with the system message of a column. Raises InvalidRowError."""
     system = record.get(column)
     if isinstance(system, list | dict):  # Gemini's parts, Anthropic's and Bedrock's blocks
@@ -297,8 +295,8 @@ class Prompt(NamedTuple):
     """A question for the model; `origin` is `file:line` or `file[index]`."""
 
     origin: str
-    messages: tuple[Message, ...]
-    tools: tuple[Json, ...] = ()
+    messages: Messages
+    tools: Objects = ()
     expected: str | None = None  # the answer in the file
     variables: Json | None = None  # of the chat template
 

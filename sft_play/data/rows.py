@@ -3,7 +3,7 @@
 import json
 import tomllib
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,8 @@ from sft_play.runs.files import Json
 FORMS = tomllib.loads(Path(__file__).with_name("formats.toml").read_text(encoding="utf-8"))
 Columns = Mapping[str, str]  # field: the file's column, or a path into one: answers.text.0
 Notes = tuple[str, ...]  # changes to a row
+Records = Sequence[Json]
+Objects = tuple[Json, ...]
 
 MAX_LISTED_ROWS = 5  # bad rows that an error lists
 MAX_HELD_OUT_ROWS = 500  # more rows do not make a loss more precise, and slow every evaluation
@@ -50,10 +52,13 @@ class ImageFile:
         return self.path or show_value(self.data)
 
 
+Images = tuple[ImageFile, ...]
+
+
 class PromptIds(list[int]):
     """The ids of a prompt, with the images that some of them represent."""
 
-    def __init__(self, ids: Iterable[int], images: tuple[ImageFile, ...] = ()):
+    def __init__(self, ids: Iterable[int], images: Images = ()):
         super().__init__(ids)
         self.images = images
 
@@ -65,12 +70,13 @@ class Message:
     role: str
     content: str  # with IMAGE_MARK for each image
     reasoning: str | None = None  # an assistant's reasoning before its answer
-    tool_calls: tuple[Json, ...] = ()  # of an assistant, as `messages` parses them
-    name: str | None = None  # of the tool whose answer a tool message contains
+    tool_calls: Objects = ()  # of an assistant, as `messages` parses them
+    name: str | None = None  # of the speaker; of the tool whose answer a tool message contains
     tool_call_id: str | None = None
     is_trained: bool = True  # of an assistant: the answer carries loss
     weight: float = 1.0  # of its tokens in the loss
-    images: tuple[ImageFile, ...] = ()
+    images: Images = ()
+    is_refusal: bool = False  # of an assistant: the content is what a log has as `refusal`
 
     @property
     def texts(self) -> list[str]:
@@ -89,6 +95,9 @@ class Message:
         return parts
 
 
+Messages = tuple[Message, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A piece of a text, whether it is trained, and the weight of its tokens in the loss."""
@@ -102,11 +111,11 @@ class Segment:
 class Row:
     """One conversation, plain text or segments; `origin` is `file:line` or `file[index]`."""
 
-    messages: tuple[Message, ...]
+    messages: Messages
     origin: str
     text: str | None = None  # plain text: then there are no messages, and every token is trained
     weight: float = 1.0  # of a plain text
-    tools: tuple[Json, ...] = ()  # functions that the assistant may call: JSON schemas
+    tools: Objects = ()  # functions that the assistant may call: JSON schemas
     segments: tuple[Segment, ...] = ()  # a text in pieces: then there are no messages
     variables: Json | None = None  # of the chat template, only for this row
     group: str = ""  # its value in the column data.split_by
@@ -144,6 +153,9 @@ class NumberedRecord(NamedTuple):
     number: int
     record: Any
     characters: int
+
+
+NumberedRecords = Iterator[NumberedRecord]
 
 
 def shorten(value: Any, max_characters: int = MAX_VALUE_CHARACTERS) -> str:
@@ -208,7 +220,7 @@ def list_columns(names: Iterable[str]) -> str:
 
 # Whitespace, and what joins Persian and Indic letters, emoji, and the letters of flags
 SHOWN_CHARACTERS = {*" \n\t\u3000", "\u200c", "\u200d", *map(chr, range(0xE0020, 0xE0080))}
-HIDDEN_CATEGORIES = {"Cc", "Cf", "Co", "Cs", "Zl", "Zp", "Zs"}
+HIDDEN_CATEGORIES = "Cc Cf Co Cs Zl Zp Zs".split()
 
 
 def make_visible(text: str) -> str:

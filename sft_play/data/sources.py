@@ -11,18 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sft_play.config.messages import NOT_UTF8, not_utf8
 from sft_play.config.schema import Config, DataSection, SourceSection, env_name
-from sft_play.data.files import (
-    FORMATS,
-    MARKDOWN,
-    TEXTS,
-    Chunk,
-    base_format,
-    digest_files,
-    file_format,
-    read_chunks,
-    suggest_path,
-)
+from sft_play.data.file_kinds import ENDINGS, MARKDOWN, TEXTS, base_format, file_format
+from sft_play.data.files import Chunk, digest_files, read_chunks, suggest_path
 from sft_play.data.row_detection import ChunkTask, detect_format
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.rows import Columns, Json
@@ -38,16 +30,21 @@ SPLIT_NAME = re.compile(r"\w+(\.\w+)*")
 LOG_IN = "type `hf auth login`, or set HF_TOKEN"
 MAX_REASON_CHARACTERS = 300
 SETTINGS = {"train": "train_path", "validation": "val_path", "test": "test_path"}  # of data
+Paths = tuple[Path, ...]
 SPARK_PART = "part-"  # start of the names of files that Spark writes; some have no row
 # Files that the datasets library saves next to the rows
 METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+OF_SYSTEM = re.compile("/|/(proc|sys)(/.*)?|/(dev|run|usr|etc|var|boot)")  # not walked
+# Files about the others, which are not listed as unread
+HOUSEKEEPING = re.compile(
+    "(?i)(readme|licen[cs]e|copying|notice|authors|citation|change(log|s)|contributing|"
+    "dataset_?card|thumbs.db|desktop.ini)\\b"
+)
 # Files that may have rows: a folder with one of them is refused instead of read in part
-UNSUPPORTED = tuple(
-    """
+UNSUPPORTED = """
     .xls .ods .xml .yaml .yml .feather .orc .avro .pkl .pickle .npy .npz .h5 .hdf5 .zip .tar .tgz
     .gz .bz2 .xz .zst .lz4 .7z .rar .db .sqlite .sqlite3 .tfrecord .msgpack
     """.split()
-)
 
 
 def is_dataset_id(name: str) -> bool:
@@ -55,7 +52,7 @@ def is_dataset_id(name: str) -> bool:
     return DATASET_ID.fullmatch(name) is not None and file_format(Path(name)) is None
 
 
-def _fetch(section: SourceSection, where: str) -> tuple[Path, ...]:
+def _fetch(section: SourceSection, where: str) -> Paths:
     """Return the Arrow files in which the datasets library keeps a split; `where` begins errors.
 
     Raises: DataError if the hub has no such rows, EnvironmentFault if it cannot be reached.
@@ -119,10 +116,11 @@ class Source:
     """One source as files: at least one, in reading order."""
 
     name: str
-    files: tuple[Path, ...]
+    files: Paths
     columns: Columns
     section: SourceSection  # as the user wrote it
     left: tuple[str, ...] = ()  # other splits in the folder
+    unread: Paths = ()  # other files in the folder; rows may name some as images
     may_lack_columns: bool = False  # data.columns may name columns that only training rows have
 
     def read(self) -> Iterator[ChunkTask]:
@@ -229,6 +227,7 @@ def find_source(section: SourceSection, setting: str, data: DataSection | None =
     path = Path(section.path)
     where = f"{setting}={section.path}"
     left: tuple[str, ...] = ()
+    unread: Paths = ()
     if path.exists():
         has_split = section.split != "train" and not path.is_dir()
         if section.subset is not None or has_split:
@@ -240,13 +239,14 @@ def find_source(section: SourceSection, setting: str, data: DataSection | None =
                 "name the file or folder that contains it"
             )
         if not path.is_dir() and file_format(path) is None:
-            raise DataError(f"{where}: a data file ends in {', '.join(FORMATS)}")
+            raise DataError(f"{where}: {ENDINGS}")
         split = split_of(section.split)
         if split == "train":  # as none is named
             split = next(s for s, name in SETTINGS.items() if setting == f"data.{name}")
         files = (path,)
         if path.is_dir():
-            files, left = _choose_split(path, where, split, data.format)
+            files, unread = _list_folder(path, where, data.format)
+            files, left = _choose_split(path, where, split, files)
     elif is_dataset_id(section.path):
         files = _fetch(section, where)
     else:
@@ -254,7 +254,7 @@ def find_source(section: SourceSection, setting: str, data: DataSection | None =
         raise DataError(f"{where}: no such file or folder{hint}")
     columns = section.columns or data.columns
     may_lack_columns = setting != "data.train_path" and not section.columns
-    return Source(name_of(section), files, columns, section, left, may_lack_columns)
+    return Source(name_of(section), files, columns, section, left, unread, may_lack_columns)
 
 
 def name_of(section: SourceSection) -> str:
@@ -274,13 +274,12 @@ def digest_source(source: Source) -> str:
 
 
 def _choose_split(
-    folder: Path, where: str, wanted: str | None, read_as: str
-) -> tuple[tuple[Path, ...], tuple[str, ...]]:
-    """Return the data files of a folder, or of its wanted split, and the remaining splits.
+    folder: Path, where: str, wanted: str | None, files: Paths
+) -> tuple[Paths, tuple[str, ...]]:
+    """Return the files of a folder, or those of its wanted split, and the remaining splits.
 
     Raises: DataError if some files belong to splits, and others do not.
     """
-    files = _list_folder(folder, where, read_as)
     by_split: dict[str | None, list[Path]] = {}
     for file in files:
         parts = reversed(file.relative_to(folder).parts)  # a file's name takes precedence
@@ -296,22 +295,31 @@ def _choose_split(
     return tuple(by_split[wanted]), tuple(sorted(by_split.keys() - {wanted}))
 
 
-def _list_folder(folder: Path, where: str, read_as: str) -> tuple[Path, ...]:
-    """Return the data files in and below a folder, sorted, without names that begin with . or _."""
+def _list_folder(folder: Path, where: str, read_as: str) -> tuple[Paths, Paths]:
+    """Return the data files in and below a folder, sorted, and files that are not read."""
+    if OF_SYSTEM.fullmatch(os.path.realpath(folder)):
+        raise DataError(f"{where}: a folder of the system; name the folder of the data files")
     files: list[Path] = []
     unsupported: list[Path] = []
+    unread: list[Path] = []
     try:
-        _collect(folder, files, unsupported)
-        notes = [path for path in files if base_format(path) == MARKDOWN]
-        files = [path for path in files if path not in notes or read_as == "text"]
+        for path in _walk(folder):
+            ends = (path.suffix.lower() in UNSUPPORTED, path.name.startswith(SPARK_PART))
+            if file_format(path) and not path.is_dir():
+                is_read = base_format(path) != MARKDOWN or read_as == "text"
+                (files if is_read else unread).append(path)
+            elif path.is_dir() or any(ends):
+                unsupported.append(path)  # also a linked folder, which might lead back here
+            else:
+                unread.append(path)
     except OSError as error:
-        raise DataError(f"{where}: {error.filename} cannot be read: {error.strerror}") from None
+        reason = f"{error.filename} cannot be read: {error.strerror}"
+        raise DataError(f"{where}: {reason}; name the folder of the data files") from None
     if unsupported:
         more = f" and {len(unsupported) - 1} more" if len(unsupported) > 1 else ""
         raise DataError(
             f"{where}: contains {unsupported[0]}{more}, which is not read; "
-            "move it away, or begin its name with _; "
-            f"data files end in {', '.join(FORMATS)}"
+            f"move it away, or begin its name with _; {ENDINGS}"
         )
     texts = [path for path in files if base_format(path) in TEXTS]
     if texts and len(texts) < len(files):  # a README.txt, for example
@@ -319,33 +327,31 @@ def _list_folder(folder: Path, where: str, read_as: str) -> tuple[Path, ...]:
             f"{where}: contains {texts[0]} next to files of rows; "
             "move it away, or begin its name with _"
         )
+    notes = [path for path in unread if base_format(path) == MARKDOWN]
     if not files and notes:
         raise DataError(
             f"{where}: contains only .md files ({len(notes)}, the first is {min(notes)}); "
             "DATA_FORMAT=text reads them as plain texts"
         )
     if not files:
-        raise DataError(
-            f"{where}: no data file in this folder; data files end in {', '.join(FORMATS)}"
-        )
-    return tuple(sorted(files, key=lambda path: path.relative_to(folder).as_posix()))
+        raise DataError(f"{where}: no data file in this folder; {ENDINGS}")
+    unread = [path for path in unread if not HOUSEKEEPING.match(path.name)]
+    return tuple(sorted(files, key=lambda path: path.relative_to(folder).as_posix())), tuple(unread)
 
 
-def _collect(folder: Path, files: list[Path], unsupported: list[Path]) -> None:
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files and linked folders in and below a folder that are not hidden or empty."""
     with os.scandir(folder) as entries:
         for entry in entries:
             path = folder / entry.name
+            if not_utf8(entry.name):
+                raise DataError(f"{path} {NOT_UTF8}")
             if entry.name.startswith((".", "_")) or entry.name in METADATA:
                 continue
-            is_part = entry.name.startswith(SPARK_PART)
-            if is_part and not entry.stat().st_size:
-                continue
             if entry.is_dir(follow_symlinks=False):
-                _collect(path, files, unsupported)
-            elif file_format(path) and not path.is_dir():
-                files.append(path)
-            elif path.is_dir() or path.suffix.lower() in UNSUPPORTED or is_part:
-                unsupported.append(path)  # also a linked folder, which might lead back here
+                yield from _walk(path)
+            elif not entry.name.startswith(SPARK_PART) or entry.stat().st_size:
+                yield path
 
 
 def changed_sources(facts: Json, config: Config) -> dict[str, list[str]]:

@@ -19,31 +19,30 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from sft_play.data.files import format_origin
+from sft_play.data.file_kinds import format_origin
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
-from sft_play.data.rows import ImageFile, PromptIds, Row
+from sft_play.data.rows import ImageFile, Images, PromptIds, Row
 
 HASHED = 64  # messages, each of which is hashed several times
 RECORDS = "samples.bin"
 ID = np.dtype("<i4")
 WEIGHT = np.dtype("<f4")
-RECORD = np.dtype(
-    [
-        ("end", "<i8"),  # of its tokens in ids.bin
-        ("number", "<i8"),  # the row's line or index in its file
-        ("exact", "<u8"),  # hash of the row's text
-        ("normalized", "<u8"),  # hash of its words in lower case
-        ("question", "<u8"),  # hash of those before its last trained answer
-        ("group", "<u8"),  # hash of its value in the column data.split_by, 0 if that names none
-        ("file", "<i4"),  # which file of the source
-        ("answer_start", "<i4"),  # first token of the last answer; 0: none, as in plain text
-        ("trained", "<i4"),  # tokens that carry loss
-        ("cut", "<i4"),  # tokens of its row that the length policy cut
-        ("weights", "<i8"),  # start of its tokens' weights in weights.bin; -1: each weight is 1
-        ("images", "<i8"),  # end of its images in images.bin
-        ("image_tokens", "<i4"),  # that represent the images
-    ]
-)
+FIELDS = """
+end <i8           of its tokens in ids.bin
+number <i8        the row's line or index in its file
+exact <u8         hash of the row's text
+normalized <u8    hash of its words in lower case
+question <u8      hash of those before its last trained answer
+group <u8         hash of its value in the column data.split_by, 0 if that names none
+file <i4          which file of the source
+answer_start <i4  first token of the last answer; 0: none, as in plain text
+trained <i4       tokens that carry loss
+cut <i4           tokens of its row that the length policy cut
+weights <i8       start of its tokens' weights in weights.bin; -1: each weight is 1
+images <i8        end of its images in images.bin
+image_tokens <i4  that represent the images
+"""
+RECORD = np.dtype([tuple(line.split()[:2]) for line in FIELDS.split("\n")[1:-1]])
 IMAGE = np.dtype(
     [
         ("end", "<i8"),  # of its bytes in image_bytes.bin
@@ -76,7 +75,7 @@ class Sample:
     labels: np.ndarray
     answer_start: int
     weights: np.ndarray | None = None
-    images: tuple[ImageFile, ...] = ()
+    images: Images = ()
 
     @property
     def trained_tokens(self) -> int:
@@ -357,7 +356,7 @@ def forget_images() -> None:
 
 
 @lru_cache(HASHED)
-def _key(images: tuple[ImageFile, ...]) -> str:
+def _key(images: Images) -> str:
     """Return the key of a message's images: a hash of their bytes."""
     data = (image.data or Path(image.path).read_bytes() for image in images)
     return " ".join(blake2b(each, digest_size=8).hexdigest() for each in data)

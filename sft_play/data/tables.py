@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sft_play import reading
-from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord, shorten
+from sft_play.data.rows import Json, NumberedRecord, NumberedRecords, UnreadableRecord, shorten
 from sft_play.data.text_files import MAX_LINE_BYTES
 from sft_play.errors import DataError, first_line
 
@@ -36,7 +36,7 @@ OF_A_WRONG_VALUE = (
 )
 
 
-def read_table(path: Path, text: IO[str], delimiter: str) -> Iterator[NumberedRecord]:
+def read_table(path: Path, text: IO[str], delimiter: str) -> NumberedRecords:
     """Yield the records of a table, each with the line on which it starts.
 
     If commas are expected, the delimiter is the one of OTHER_DELIMITERS of which the first line
@@ -105,17 +105,18 @@ def _find_delimiter(first_line: str) -> str:
 
 
 def name_columns(where: str, names: list[str]) -> list[str]:
-    """Return the names of columns, without empty ones at the end; `where` begins errors.
+    """Return the names of columns without blanks around them; `where` begins errors.
 
+    Columns at the end that have no name are left out.
     A first column without a name, as pandas writes its index, gets the name that pandas uses.
     """
-    names = list(names)
-    while names and not names[-1].strip():
+    names = list(map(str.strip, names))
+    while names and not names[-1]:
         names.pop()
-    if names and not names[0].strip():
+    if names and not names[0]:
         names[0] = PANDAS_INDEX
     for number, name in enumerate(names, 1):
-        if not name.strip():
+        if not name:
             raise DataError(f"{where}, and number {number} of {len(names)} has no name")
     for name, times in Counter(names).items():
         if times > 1:
@@ -152,7 +153,7 @@ def _parse_row(header: list[str], fields: list[str], row_text: str) -> Json | Un
     return dict(zip(header, fields, strict=True))
 
 
-def read_sheet(path: Path) -> Iterator[NumberedRecord]:
+def read_sheet(path: Path) -> NumberedRecords:
     """Yield the rows of a workbook's only sheet. Integers become texts as they are displayed.
 
     Raises: DataError for a damaged file or several sheets.

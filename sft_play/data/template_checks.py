@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from sft_play.data.rows import Message, Notes, Row
+from sft_play.data.rows import FORMS, Message, Notes, Row
 from sft_play.data.templates import ChatTemplate, RenderError, list_strings, template_messages
 from sft_play.data.thoughts import split_reasoning
 
@@ -34,7 +34,8 @@ CALL_IDS = ("Zq1Call00", "Zq2Call00")  # of nine letters and digits, as Mistral 
 NAMES = ("zq1_function", "zq2_function")
 MOST_CALLS = 2  # further calls are written like the second one, or not
 MOST_KINDS = 1000  # of calls that are cached, over all templates
-TOOL = {
+TOOL = json.loads(
+    """{
     "type": "function",
     "function": {
         "name": "zq1_tool",
@@ -43,36 +44,21 @@ TOOL = {
             "type": "object",
             "properties": {
                 "zq1_key": {
-                    "type": "string",
-                    "description": "Zq1Description",
-                    "enum": ["Zq1Choice"],
+                    "type": "string", "description": "Zq1Description", "enum": ["Zq1Choice"]
                 },
                 "zq2_key": {"type": "string", "default": "Zq1Default"},
-                "zq3_key": {"type": "object", "properties": {"zq4_key": {"type": "string"}}},
+                "zq3_key": {"type": "object", "properties": {"zq4_key": {"type": "string"}}}
             },
-            "required": ["zq1_key"],
-        },
-    },
-}
-# Keys of tools: the test words in their places
-TOOL_WORDS = {
-    "description": ("Zq1Description",),
-    "properties": ("zq1_key", "zq2_key", "zq3_key", "zq4_key"),
-    "enum": ("Zq1Choice",),
-    "default": ("Zq1Default",),
-}
-# Type and truth value of an argument: its value in call 1 or 2, and how it may be written
+            "required": ["zq1_key"]
+        }
+    }
+}"""
+)
+TOOL_WORDS = FORMS["tool_words"]
+# Type and truth of an argument: its value in call 1 or 2, and how it may be written
 ARGUMENTS = {
-    ("str", True): ('"Zq{0}Text"', "Zq{0}Text"),
-    ("str", False): ('""', r"""["'`]{{2}}|></|<\|"\|><\|"\|>"""),
-    ("int", True): ("7100{0}", "7100{0}"),
-    ("int", False): ("0", r"(?<!\w)0"),
-    ("float", True): ("7200{0}.5", r"7200{0}\.5"),
-    ("bool", True): ("true", "(?i:true)"),
-    ("bool", False): ("false", "(?i:false)"),
-    ("NoneType", False): ("null", "null|None|none"),
-    ("dict", True): ('{{"zq{0}_inner": "Zq{0}Inner"}}', r"zq{0}_inner[\s\S]*Zq{0}Inner"),
-    ("list", True): ('["Zq{0}First", "Zq{0}Second"]', r"Zq{0}First[\s\S]*Zq{0}Second"),
+    (facts["type"], facts["is_true"]): (facts["value"], facts["written"])
+    for facts in FORMS["arguments"]
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from sft_play import reading
 from sft_play.config.sections.model import NAMED_TEMPLATE, ModelSection
 from sft_play.data.limits import TEMPLATE_REMEDY, refuse_endless
+from sft_play.data.rows import FORMS
 from sft_play.data.templates import DEFAULT_TEMPLATE, RenderError, render_template
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs.model_folder import read_object
@@ -45,10 +46,7 @@ AS_PARTS = (
 )
 ROLES = (("user", "tool"), ("assistant",), ("system",))
 # test conversations for a template; the second one is for templates without system messages
-TRIED = tuple(
-    [{"role": role, "content": f"text of {role}"} for role in roles]
-    for roles in (("system", "user", "assistant"), ("user", "assistant"))
-)
+TRIED = FORMS["tried"]
 
 
 def with_variables(template: Template, model: ModelSection) -> Template:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from sft_play.data.calls import with_short_ids
 from sft_play.data.limits import TEMPLATE_REMEDY
-from sft_play.data.rows import ImageFile, Json, Message
+from sft_play.data.rows import ImageFile, Json, Message, Records
 from sft_play.errors import DataError
 
 MAX_REFUSED = 1000  # characters of a template's error message about a row
@@ -146,12 +146,12 @@ class ChatTemplate:
         """The names of the variables that the template reads, except those of every template."""
         return (_names_read(self.jinja) | _names_read(self._with_tools)) - ALWAYS_GIVEN
 
-    def render_prompt(self, messages: list[Json], tools: Sequence[Json] = ()) -> str:
+    def render_prompt(self, messages: list[Json], tools: Records = ()) -> str:
         """Return the prompt text for the model's next answer. Raises RenderError."""
         return self.render_conversation(messages, tools, is_prompt=True)
 
     def render_conversation(
-        self, messages: list[Json], tools: Sequence[Json] = (), is_prompt: bool = False
+        self, messages: list[Json], tools: Records = (), is_prompt: bool = False
     ) -> str:
         """Return the text of a conversation, or of the prompt after it. Raises RenderError."""
         jinja = self._with_tools if tools else self.jinja
@@ -170,13 +170,13 @@ class ChatTemplate:
         has_images = list in map(type, map(itemgetter("content"), messages))
         return write_images(text, messages) if has_images else text
 
-    def render_both(self, messages: list[Json], tools: Sequence[Json] = ()) -> tuple[str, str]:
+    def render_both(self, messages: list[Json], tools: Records = ()) -> tuple[str, str]:
         """Return the prompt that the last message answers, and the text including the answer."""
         prompt = self.render_conversation(messages[:-1], tools, is_prompt=True)
         return prompt, self.render_conversation(messages, tools)
 
 
-def write_images(written: str, messages: Sequence[Json]) -> str:
+def write_images(written: str, messages: Records) -> str:
     """Return a template's output with the text of each image in place of its token.
 
     Raises: RenderError if the template omits images.
@@ -266,9 +266,9 @@ def _with_json_arguments(message: Json) -> Json:
 
 def render_template(
     source: str,
-    messages: Sequence[Json],
+    messages: Records,
     variables: Mapping[str, Any],
-    tools: Sequence[Json] = (),
+    tools: Records = (),
     is_prompt: bool = False,
 ) -> str:
     """Return a template's output for messages; `variables` include the special tokens.

@@ -9,13 +9,19 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
-from sft_play.data.rows import Json, NumberedRecord, UnreadableRecord, shorten
+from sft_play.data.rows import (
+    FORMS,
+    Json,
+    NumberedRecord,
+    NumberedRecords,
+    UnreadableRecord,
+    shorten,
+)
 from sft_play.errors import DataError
 
 MAX_LINE_BYTES = 16 << 20  # about four million tokens; parsed, it may need 30 times as much
@@ -44,11 +50,7 @@ WESTERN_SHARE = 0.95
 SAMPLED_LINES = 1000  # lines that are not ASCII
 CHANCE_SHARE = 0.05  # of lines in another encoding that may also be valid UTF-8
 LEAST_BYTES = 8  # non-ASCII bytes that charset_normalizer needs to detect an encoding
-SPLITS = {  # a word in the name of a file, a folder or a list: its split
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
+SPLITS = {word: split for split, words in FORMS["splits"].items() for word in words.split()}
 WORDS = re.compile(r"[a-z]+")
 READERS = {".gz": "gzip -dc", ".zst": "zstd -dc"}
 
@@ -103,9 +105,9 @@ def split_of(name: str) -> str | None:
     return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
-def read_lines(path: Path, stream: IO[bytes], is_json: bool = True) -> Iterator[NumberedRecord]:
+def read_lines(path: Path, stream: IO[bytes]) -> NumberedRecords:
     """Yield the lines of a file, undecoded, without blank ones. Raises DataError."""
-    is_first = is_json
+    is_first = True
     for number in count(1):
         line = stream.readline(MAX_LINE_BYTES)
         if number == 1:
@@ -135,9 +137,7 @@ def without_long_lines(path: Path) -> str:
     return f"split longer ones, or leave them out: {command}"
 
 
-def read_documents(
-    path: Path, stream: IO[bytes], line_by_line: bool = False
-) -> Iterator[NumberedRecord]:
+def read_documents(path: Path, stream: IO[bytes], line_by_line: bool = False) -> NumberedRecords:
     """Yield the text of a file, or its parts between END_OF_DOCUMENT lines, or its lines.
 
     A part of more than MAX_LINE_BYTES is split. Raises DataError.

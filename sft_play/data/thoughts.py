@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from sft_play.data.rows import Json, Message, Notes, Row
+from sft_play.data.rows import FORMS, Json, Message, Notes, Row
 from sft_play.data.templates import REASONING_FIELDS, ChatTemplate, RenderError
 
 Reasoning = Literal["keep", "drop", "empty"]  # data.reasoning
@@ -61,17 +61,8 @@ class Block(NamedTuple):
         return f"{self.opened}{self.usual_start}{reasoning}{self.usual_end}"
 
 
-THINK = Block("<think>", THOUGHT_END, "\n</think>\n\n", "\n")  # DeepSeek R1, Qwen, GLM, MiniMax
-BLOCKS = (
-    THINK,
-    Block("<|START_THINKING|>", "<|END_THINKING|>", "<|END_THINKING|>"),  # Command A
-    Block("<|channel>thought", "<channel|>", "\n<channel|>", "\n"),  # Gemma 4
-    Block("<|open|>think<|sep|>", "<|close|>think<|sep|>", "<|close|>think<|sep|>"),  # Kimi K3
-    Block("<think:opensource>", "</think:opensource>", "</think:opensource>"),  # Hunyuan 3
-    Block("<seed:think>", "</seed:think>", "</seed:think>"),  # Seed-OSS
-    Block("<mm:think>", "</mm:think>", "</mm:think>"),  # MiniMax M3
-    Block("[THINK]", "[/THINK]", "[/THINK]"),  # Magistral, Ministral
-)
+BLOCKS = tuple(Block(**facts) for facts in FORMS["blocks"])
+THINK = BLOCKS[0]
 OPENED = tuple(block.opened for block in BLOCKS)
 CLOSED = tuple(block.closed for block in BLOCKS)
 _any_closed = re.compile("|".join(map(re.escape, CLOSED)))

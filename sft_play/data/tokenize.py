@@ -10,7 +10,7 @@ import logging
 import multiprocessing
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -35,6 +35,7 @@ from sft_play.data.cache import (
     digest_tokenizer,
     entry_key,
     get_or_build,
+    read_image_paths,
 )
 from sft_play.data.chunk_tokenizer import ChunkTokenizer, TokenizedChunk
 from sft_play.data.files import ROWS_PER_CHUNK, BadRows, read_chunks
@@ -58,19 +59,12 @@ IMAGE_ROWS = 32  # of a chunk: decoding an image takes as long as tokenizing fif
 CHUNKS_IN_FLIGHT = 3  # per process
 CHECKED_ROWS = 2000  # most mistakes show in these; after them, a bad row ends the reading at once
 # Settings of data that change every row. They are part of the cache key.
-ROW_SETTINGS = {
-    "too_long",
-    "train_on",
-    "reasoning",
-    "special_tokens_in_text",
-    "system_prompt",
-    "system_prompt_mode",
-    "on_bad_row",
-    "image_min_pixels",
-    "image_max_pixels",
-    "image_folder",
-    "image_urls",
-}
+ROW_SETTINGS = set(
+    """
+    too_long train_on reasoning special_tokens_in_text system_prompt system_prompt_mode on_bad_row
+    image_min_pixels image_max_pixels image_folder image_urls
+    """.split()
+)
 
 
 def tokenize_sources(
@@ -128,7 +122,17 @@ def tokenize_sources(
             account.tallies[named] = done.read_summary().tally
             tokenized.append(done)
         splits[split] = tuple(tokenized)
+    _count_unread([*chain(*splits.values())], [*chain(*found.values())])
     return splits
+
+
+def _count_unread(tokenized: Sequence[TokenizedSource], found: Sequence[Source]) -> None:
+    """Count the files of folders that are neither rows nor images that rows name."""
+    if any(source.unread for source in found):
+        shown = set(chain(*(read_image_paths(Path(one.folder)) for one in tokenized)))
+        for one, source in zip(tokenized, found, strict=True):
+            unread = [file for file in source.unread if os.path.abspath(file) not in shown]
+            one.unread.update(Counter(file.suffix or "without ending" for file in unread))
 
 
 def _get_store(
@@ -311,8 +315,10 @@ def tokenize_tasks(
                 yield in_flight[0][1].result()
                 in_flight.popleft()
         except (BrokenProcessPool, MemoryError):
+            pace = Pace(Stage("looking for the row that exceeds a limit", len(in_flight), "chunks"))
             for task, _ in in_flight:
-                chunk_tokenizer.refuse_endless_rows(task)
+                chunk_tokenizer.refuse_endless_rows(task, pace.stage.title)
+                pace.advance(1)
             raise OutOfMemory(
                 "a process that tokenized rows was killed, most likely for memory; "
                 "free some, or split the file"

@@ -25,7 +25,7 @@ from sft_play.data.limits import (
     panics_as_errors,
     refuse_endless,
 )
-from sft_play.data.rows import shorten
+from sft_play.data.rows import FORMS, shorten
 from sft_play.data.special_text import between_turns, encode
 from sft_play.data.template_sources import FindFile, find_template
 from sft_play.errors import EnvironmentFault, first_line, of_os_error
@@ -34,15 +34,9 @@ from sft_play.progress import Stage, watched
 from sft_play.runs.model_folder import read_object
 
 # Vocabulary files: the only tokenizer file of some models, next to tokenizer_config.json in others
-FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tiktoken.model",
-    "spiece.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-)
+FILES = """
+    tokenizer.json tokenizer.model tiktoken.model spiece.model tekken.json vocab.json vocab.txt
+    """.split()
 NO_VOCABULARY = f"it has none of {', '.join(FILES)}; copy those of its base into the folder"
 # A file with this name may belong to either package
 TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # base64 of a token, and its rank
@@ -50,8 +44,7 @@ SENTENCEPIECE_START = b"\n"  # tag of a protobuf's first field
 WORD = "a"  # that every tokenizer can read
 MAX_TOKEN_CHARACTERS = 4096  # of an added token; every text is searched for it
 logger = logging.getLogger(__name__)
-# The special tokens of a converted tekken.json, which does not contain their roles
-TEKKEN = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+TEKKEN = FORMS["tekken"]  # special tokens of a converted tekken.json, which lacks their roles
 # Files to search for an eos that tokenizer_config.json does not contain
 EOS_FILES = ("special_tokens_map.json", "generation_config.json", "config.json")
 

@@ -18,7 +18,7 @@ from operator import attrgetter
 from os.path import commonprefix
 from typing import Any, Literal, Self
 
-from sft_play.data.rows import ImageFile, Json, Message, Notes, Row
+from sft_play.data.rows import Images, Json, Message, Notes, Row
 from sft_play.data.special_text import match_any
 from sft_play.data.template_checks import (
     check_answer,
@@ -48,7 +48,11 @@ get_calls = attrgetter("tool_calls")
 get_images = attrgetter("images")
 is_trained = attrgetter("is_trained")
 INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # a single blank does not count
-MAX_VARIANTS = 64  # values of a template's variables whose checks are cached
+MAX_VARIANTS = 64  # values of a template's variables, or names, whose checks are cached
+UNWRITTEN = (
+    "messages[].{1} of the {0} is in no token: the chat template does not write it; "
+    "MODEL_CHAT_TEMPLATE=<file> with one that writes message.{1}, or put it into the contents"
+)
 TRIMMED = (
     "blanks and line breaks around a message are left out, as the chat template trims messages; "
     "an answer's indentation is trained"
@@ -63,7 +67,7 @@ class Answer:
     start: int  # where its prompt ends
     stop: int  # where its stop token begins
     end: int  # where its stop token ends
-    images: tuple[ImageFile, ...] = ()  # before the answer
+    images: Images = ()  # before the answer
     # The end of its prompt, tokenized to check that the sample begins with the prompt's ids
     tail: str = ""
     tail_token: int = 0  # index of the tail's first token in the tokens of the full text
@@ -79,7 +83,7 @@ class RenderedSample:
     as_text: tuple[str, ...] = ()  # special tokens in its messages that are read as plain text
     weights: list[float] | None = None  # (T,) of its tokens in the loss; None: each is 1
     notes: Notes = field(default=(), repr=False)  # changes to its row
-    images: tuple[ImageFile, ...] = field(default=(), repr=False)  # represented by its ids
+    images: Images = field(default=(), repr=False)  # represented by its ids
     text: str = field(default="", repr=False, compare=False)  # source text of its ids
     # The trained answers in the text of a conversation, in order
     answers: list[Answer] = field(default_factory=list, repr=False, compare=False)
@@ -88,6 +92,9 @@ class RenderedSample:
     def trained_tokens(self) -> int:
         """Tokens that carry loss."""
         return len(self.labels) - self.labels.count(IGNORE_INDEX)
+
+
+Samples = list[RenderedSample]
 
 
 class TrainingTextBuilder:
@@ -117,6 +124,8 @@ class TrainingTextBuilder:
         self.thoughts = ThoughtPolicy(template, self._reasoning)
         # roles, and whether they call tools, of conversations whose places were checked
         self._checked: set[tuple[str | bool, ...]] = set()
+        # notes on keys of messages that are in no token, by the keys and names of a row
+        self._unwritten: dict[frozenset, list[str]] = {}
 
     def for_row(self, row: Row) -> Self:
         """Return the builder for a row's template variables."""
@@ -132,17 +141,44 @@ class TrainingTextBuilder:
         return self._variants[key]
 
     def describe_unread(self, row: Row) -> Notes:
-        """Return notes on a row's variables that the template does not read."""
-        if not row.variables:
-            return ()
-        read = self._template.variables_read
-        names = ", ".join(sorted(read)) or "none"
-        return tuple(
-            f"the variable {name} is not used: the chat template reads {names}"
-            for name in sorted(row.variables.keys() - read)
-        )
+        """Return notes on a row's variables that the template does not read.
 
-    def build(self, row: Row) -> list[RenderedSample]:
+        And on names and ids of messages on which the text of the row does not depend.
+        """
+        notes = []
+        if row.variables:
+            read = self._template.variables_read
+            names = ", ".join(sorted(read)) or "none"
+            for name in sorted(row.variables.keys() - read):
+                words = f"the variable {name} is not used: the chat template reads {names}"
+                notes.append(words)
+        said = row.messages
+        places = [(m.role, "name", m.name) for m in said if m.name]
+        places += [(m.role, "tool_call_id", "") for m in said if m.tool_call_id]
+        key = frozenset(places)
+        if key not in self._unwritten:
+            if len(self._unwritten) == MAX_VARIANTS:
+                self._unwritten.clear()
+            self._unwritten[key] = [
+                UNWRITTEN.format(*place)
+                for place in sorted({place[:2] for place in places})
+                if not self._writes(row, place)
+            ]
+        return (*notes, *self._unwritten[key])
+
+    def _writes(self, row: Row, place: tuple[str, str]) -> bool:
+        """Return whether the text of a row depends on a key of the messages of a role."""
+        messages = template_messages(row.messages)
+        without = [
+            {key: given[key] for key in given if (given["role"], key) != place}
+            for given in messages
+        ]
+        render = self._template.render_conversation
+        with contextlib.suppress(RenderError):  # the template requires the key
+            return render(messages, row.tools) != render(without, row.tools)
+        return True
+
+    def build(self, row: Row) -> Samples:
         """Return the texts that train the answers of an arranged conversation, each once.
 
         There are none if every answer is excluded from loss. Text after the last trained answer is
@@ -162,7 +198,7 @@ class TrainingTextBuilder:
             raise RenderError(f"{error}{self._find_remedy(row, trained, str(error))}") from None
         has_tools = row.tools or any(map(get_calls, row.messages))
         notes = describe_losses(self._template, row, trained) if has_tools else ()
-        texts: list[RenderedSample] = []
+        texts: Samples = []
         for view in reversed(views):
             (answer,) = view.answers
             for later in texts:

@@ -28,8 +28,10 @@ from sft_play.data.rows import (
     InvalidRowError,
     Json,
     Message,
+    Objects,
     check_encodable,
     is_blank,
+    is_given,
     parse_optional_text,
     parse_text,
     shorten,
@@ -86,6 +88,11 @@ def parse_turn(record: Json) -> list[Message]:
             isinstance(part, dict) and part.get("type") in PART_TYPES for part in parts
         ):
             content = parts
+    refusal = record.get("refusal")
+    if refusal:
+        if is_given(content):
+            raise InvalidRowError(" has a content and a refusal; keep one of them")
+        content = [{"type": "refusal", "refusal": refusal}]
     if isinstance(content, list):
         return _parse_parts(role, record, content, name)
     if role == CALL:
@@ -118,10 +125,13 @@ def join_answers(parts: Sequence[Message]) -> Message:
 
 def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
     """Return the message of a record whose content is called `name`."""
+    speaker = record.get("name")
+    if speaker is not None:
+        speaker = parse_optional_text(speaker, ".name")
     if role == "user":
-        return Message(role, parse_text(content, name))
+        return Message(role, parse_text(content, name), name=speaker)
     if role == "assistant":
-        calls: tuple[Json, ...] = ()
+        calls: Objects = ()
         for key, parse in CALL_PARSERS.items():
             if record.get(key):
                 calls += parse(record[key], f".{key}")
@@ -130,11 +140,10 @@ def _build_message(role: str, record: Json, content: Any, name: str) -> Message:
     # blank is allowed: a function may return nothing
     check_encodable(_require_text(content, name), name)
     if role == "system":
-        return Message(role, content)
+        return Message(role, content, name=speaker)
     ids = parse_nested(record.get("tool_call_ids")) or [None]
     call_id = parse_optional_text(record.get("tool_call_id") or ids[0], ".tool_call_id")
-    tool = parse_optional_text(record.get("name"), ".name")
-    tool = tool and tool.removeprefix(FUNCTION_PREFIX)
+    tool = speaker and speaker.removeprefix(FUNCTION_PREFIX)
     return Message(role, content, name=tool, tool_call_id=call_id)
 
 
@@ -173,6 +182,7 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
     calls: list[Json] = []
     found: list[Message] = []
     images: list[ImageFile] = []
+    is_refusal = False
     for number, given in enumerate(parts):
         part = parse_nested(given)
         where = f"{name}[{number}]"
@@ -203,6 +213,9 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
                 | {"function_response": {"response": result}}
             ):
                 found.append(_read_result(part, result, where))
+            case {"type": "refusal", "refusal": refusal}:
+                texts.append(join_texts(refusal, where))
+                is_refusal = True
             case str() | {"text": _} | {"type": "text" | "input_text" | "output_text"}:
                 texts.append(_read_item(part, where, images))
             case dict() if is_image(part):
@@ -220,7 +233,7 @@ def _parse_parts(role: str, record: Json, parts: list[Any], name: str) -> list[M
     if thoughts:
         changed["reasoning_content"] = "\n\n".join(thoughts)
     message = _build_message(role, changed, "".join(texts), name)
-    return [*found, replace(message, images=tuple(images))]
+    return [*found, replace(message, images=tuple(images), is_refusal=is_refusal)]
 
 
 def _read_result(part: Json, result: Any, name: str) -> Message:

@@ -89,7 +89,7 @@ UNPACK = (
 def refuse_other_folder(folder: Path, name: str) -> None:
     """Raise EnvironmentFault if a folder is not a model, or if files are missing."""
     _refuse_pointers(folder, name)
-    files = {path.name for path in folder.iterdir()}
+    files = {path.name for path in folder.iterdir() if path.is_file() or path.is_dir()}
     what = _other_kind(folder, files)
     if what is not None:
         raise EnvironmentFault(f"model.name={name} is {what}")
@@ -245,7 +245,7 @@ def _refuse_pointers(folder: Path, name: str) -> None:
 
 
 def _is_pointer(path: Path) -> bool:
-    is_small = path.is_file() and path.stat().st_size <= POINTER_BYTES
+    is_small = path.is_file() and 0 < path.stat().st_size <= POINTER_BYTES  # not of /proc
     return is_small and path.read_bytes().startswith(POINTER)
 
 
@@ -278,7 +278,8 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
             f"model.name={model.name} is a file, not a folder or a name of the hub{packed}"
         )
     if path.is_dir():
-        refuse_odd_files(path)
+        if (path / "config.json").exists():  # else it is no model, and may have any other files
+            refuse_odd_files(path)
         refuse_other_folder(path, model.name)
     elif (found := find_file(model.name, "config.json", model.revision, environ)) is not None:
         refuse_odd_files(found.parent)

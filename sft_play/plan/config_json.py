@@ -190,25 +190,37 @@ def _similar_names(name: str) -> str:
     return f"; known without the hub: {', '.join(names[found] for found in near)}" if near else ""
 
 
+def _hub_home(environ: Mapping[str, str]) -> Path:
+    """Return the folder of the hub's libraries; importing them would take half a second."""
+    cache_home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return Path(environ.get("HF_HOME") or cache_home / "huggingface").expanduser()
+
+
+def fetched_commits(name: str, environ: Mapping[str, str]) -> list[str]:
+    """Return the commits of a data set, and of others of its owner, that were fetched."""
+    folder = Path(environ.get("HF_DATASETS_CACHE") or _hub_home(environ) / "datasets")
+    owner = name.partition("/")[0]  # the rest of a name may be spelled otherwise there
+    found = folder.expanduser().glob(f"{owner}___*/*/*/*")
+    return sorted(str(path) for path in found if path.is_dir())
+
+
+def find_folder(name: str, revision: str | None, environ: Mapping[str, str]) -> Path | None:
+    """Return a local folder, or a snapshot in the hub's cache, None without it."""
+    if Path(name).is_dir():
+        return Path(name)
+    hub = Path(environ.get("HF_HUB_CACHE") or _hub_home(environ) / "hub").expanduser()
+    repo = hub / f"models--{name.replace('/', '--')}"
+    reference = repo / "refs" / (revision or "main")
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    return repo / "snapshots" / commit if commit else None
+
+
 def find_file(
     name: str, file: str, revision: str | None, environ: Mapping[str, str]
 ) -> Path | None:
-    """Return a file of a local model or of one in the cache of huggingface_hub, None without it.
-
-    Importing huggingface_hub would take half a second.
-    """
-    path = Path(name) / file
-    if not Path(name).is_dir():
-        cache_home = Path(environ.get("XDG_CACHE_HOME") or "~/.cache")
-        home = Path(environ.get("HF_HOME") or cache_home / "huggingface")
-        hub = Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-        repo = hub / f"models--{name.replace('/', '--')}"
-        reference = repo / "refs" / (revision or "main")
-        commit = reference.read_text().strip() if reference.is_file() else revision or ""
-        if not commit:
-            return None
-        path = repo / "snapshots" / commit / file
-    return path if path.is_file() else None
+    """Return a file of a local model or of one in the hub's cache, None without it."""
+    folder = find_folder(name, revision, environ)
+    return folder / file if folder and (folder / file).is_file() else None
 
 
 def go_offline_without_network() -> None:
