@@ -28,7 +28,7 @@ from sft_play.runs.exports import PARITY, ExportAsked, read_parity
 SECONDS = float(os.environ.get("SERVE_SECONDS", "5"))  # of the load test
 CLIENTS = 16
 STARTS_WITHIN = 120
-CHAT = "/v1/chat/completions"
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASKED = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
 NEVER_ENDS = {**ASKED, "max_tokens": 1000}  # the tiny base has no stop for it
 IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
@@ -37,6 +37,14 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
 def said(content: object, role: object = "user", **more: object) -> dict:
     """Return a change of the messages."""
     return {"messages": [{"role": role, "content": content, **more}]}
+
+
+FIND = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+
+
+def change(path: Path, **values: object) -> None:
+    """Change values of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 # Change of ASKED, status, words of the error
@@ -67,16 +75,22 @@ REFUSED = (
     ({"seed": -1}, 400, "seed"),
     ({"stop": list("abcde")}, 400, "stop"),
     ({"stop": [""]}, 400, "stop.0"),
+    ({"stop": ["x" * 1001]}, 400, "stop.0"),
     ({"stream": "yes"}, 400, "stream"),
-    ({"n": 2}, 400, "n: "),
+    ({"n": 9}, 400, "n: "),
     ({"logprobs": True}, 400, "logprobs"),
     ({"logit_bias": {"999999": 100}}, 400, "logit_bias"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format"),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools"),
+    ({"tools": [FIND]}, 400, "no response_template for"),
+    ({"tools": [{"type": "function", "function": 5}]}, 400, "tools:  is malformed"),
+    ({"tools": [FIND], "tool_choice": "required"}, 400, "tool_choice"),
+    ({"max_tokens": 1, "max_completion_tokens": 2000}, 400, "2000"),
     ({"unknown": 1}, 400, "unknown"),
     ({"model": "gpt-4o"}, 404, "gpt-4o"),
 )
 ANSWERED = (
+    {"tools": [FIND], "tool_choice": "none"},
+    {"max_tokens": 2000, "max_completion_tokens": 3},
     {"n": 1, "stop": None, "logprobs": False, "response_format": {"type": "text"}, "tools": []},
     {"user": "me", "metadata": {"a": "b"}, "store": False, "stream_options": {}},
     {"max_tokens": None, "max_completion_tokens": 3, "temperature": 1e-60},
@@ -106,6 +120,31 @@ class Served:
         status, answer = self.ask(CHAT, ASKED | changes)
         assert status == 200, answer
         return answer["choices"][0]
+
+    def texts(self, path: str, body: dict) -> list[tuple[str, str]]:
+        """Return the text of each choice, and why it ended."""
+        answer = self.ask(path, body)[1]
+        return [
+            (each["text"] if path == TEXT else each["message"]["content"], each["finish_reason"])
+            for each in answer["choices"]
+        ]
+
+    def events(self, path: str, body: dict) -> list[dict]:
+        """Return the events of a stream."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port)
+        connection.request("POST", path, json.dumps(body | {"stream": True}))
+        *events, done, _ = connection.getresponse().read().decode().split("\n\n")
+        assert done == "data: [DONE]"
+        return [json.loads(event[6:]) for event in events]
+
+    def streamed(self, path: str, body: dict) -> list[tuple[str, str]]:
+        """Return what `texts` returns, by a stream."""
+        found = [("", "")] * body["n"]
+        for event in self.events(path, body):
+            for each in event["choices"]:
+                text = each["text"] if path == TEXT else each["delta"]["content"]
+                found[each["index"]] = found[each["index"]][0] + text, each["finish_reason"]
+        return found
 
     @contextmanager
     def stream(self, body: dict) -> Iterator[socket.socket]:
@@ -172,7 +211,10 @@ def test_what_is_not_done_is_refused_with_its_field_and_no_traceback(served):
         assert served.ask(CHAT, body)[0] == 400
     chunks = {"Transfer-Encoding": "chunked"}
     assert served.ask(CHAT, b"400000\r\n" + b"x" * 0x400000, **chunks)[0] == 413
-    for path in ("/v1/completions", "/v1/responses", "/load_model", "/reset"):
+    for prompt in (None, [], "", [1.5], [-1], [99_999], ["a", "b"], "word " * 2000):
+        status, answer = served.ask(TEXT, {"prompt": prompt})
+        assert (status, answer["error"]["param"]) == (400, "prompt"), (prompt, answer)
+    for path in ("/v1/responses", "/load_model", "/reset"):
         assert served.ask(path, {})[0] == 404
     for change in ANSWERED:
         assert served.chat(**change)["message"]["role"] == "assistant"
@@ -188,25 +230,57 @@ def test_the_model_is_listed_and_the_printed_curl_line_works_as_it_is(served):
     assert json.loads(done.stdout)["model"] == served.name, done.stderr
 
 
-def test_a_stream_has_the_text_of_the_answer_and_both_end_before_a_stop_text(served):
-    request = {"temperature": 2, "seed": 5, "max_tokens": 40}
-    complete = served.chat(**request)["message"]["content"]
-    assert len(complete) > 40
-    stop = complete[len(complete) // 2 :][:3]
-    for stops in ([], [stop, "⟦"]):
-        asked = request | {"stop": stops}
-        choice = served.chat(**asked)
-        connection = http.client.HTTPConnection("127.0.0.1", served.port)
-        connection.request("POST", CHAT, json.dumps(ASKED | asked | {"stream": True}))
-        *events, done, _ = connection.getresponse().read().decode().split("\n\n")
-        assert done == "data: [DONE]"
-        (*choices,) = (json.loads(event[6:])["choices"][0] for event in events)
-        assert choices[0]["delta"]["role"] == "assistant"
-        assert "".join(each["delta"]["content"] for each in choices) == choice["message"]["content"]
-        assert choices[-1]["finish_reason"] == choice["finish_reason"]
-        if stops:
-            assert choice["message"]["content"] == complete.partition(stop)[0]
-            assert choice["finish_reason"] == "stop"
+def test_a_stream_has_the_texts_of_the_answers_and_both_end_before_a_stop_text(served):
+    for path, asked in ((CHAT, ASKED), (TEXT, {"prompt": "Hello"})):
+        asked = asked | {"temperature": 2, "seed": 5, "max_tokens": 40, "n": 2}
+        (complete, _), other = served.texts(path, asked)
+        assert len(complete) > 20 and other[0] != complete
+        stop = complete[len(complete) // 2 :][:3]
+        for stops in ([], [stop, "\u27e6"]):
+            body = asked | {"stop": stops}
+            found = served.texts(path, body)
+            assert served.streamed(path, body) == found
+            if stops:
+                assert found[0] == (complete.partition(stop)[0], "stop")
+
+
+def test_only_what_may_begin_a_stop_text_is_held_back(served):
+    body = {"prompt": "Hello", "temperature": 2, "seed": 5, "max_tokens": 40, "stop": ["\u27e6"]}
+    assert len(served.events(TEXT, body)) > 20
+
+
+def test_calls_of_tools_are_parsed_as_the_tokenizer_says(run, tmp_path):
+    folder = shutil.copytree(run, run.with_name("with-tools")) / "export" / "safetensors"
+    call = {"type": "function", "function": {"name": "find", "arguments": {"what": "{content}"}}}
+    field = {"open_pattern": ".", "content": "text", "transform": call}
+    template = {"start_anchor": "<|assistant|>", "fields": {"tool_calls": field}}
+    change(folder / "tokenizer_config.json", response_template=template)
+    change(folder / "generation_config.json", eos_token_id=list(range(1000)))
+    jinja = "{{ tools | tojson }}{{ messages | tojson }}{{ '<|assistant|>' }}"
+    (folder / "chat_template.jinja").write_text(jinja)
+    with serving(folder.parents[1], tmp_path) as served:
+        choice = served.chat(tools=[FIND])
+        (called,) = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], called["function"]["name"]) == ("tool_calls", "find")
+        assert json.loads(called["function"]["arguments"]).keys() == {"what"}
+        (event,) = served.events(CHAT, ASKED | {"tools": [FIND]})
+        assert event["choices"][0]["delta"]["tool_calls"][0]["function"] == called["function"]
+        result = {"role": "tool", "content": "red", "tool_call_id": called["id"]}
+        turns = {"messages": [*ASKED["messages"], choice["message"], result], "tools": [FIND]}
+        (first, *_), (second, *_) = (
+            served.ask(CHAT, ASKED | each)[1]["usage"].values() for each in ({}, turns)
+        )
+        assert second > first + 30
+
+
+def test_sixteen_clients_are_answered_and_a_wrong_request_does_not_wait(served):
+    with served.stream(NEVER_ENDS):
+        started = time.monotonic()
+        assert served.ask(CHAT, ASKED | {"max_tokens": 2000})[0] == 400
+        assert time.monotonic() - started < 1
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        found = list(pool.map(lambda _: served.chat(temperature=0), range(CLIENTS)))
+    assert found == found[:1] * CLIENTS
 
 
 def test_the_answer_of_a_client_that_leaves_ends_and_ctrl_c_ends_any(run, tmp_path):
