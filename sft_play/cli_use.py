@@ -12,6 +12,7 @@ from sft_play.commands import each_gpu, exports, use
 from sft_play.commands.call import read_call
 from sft_play.commands.options import SetOption, echo_lines
 from sft_play.config.invocation import read_sampling
+from sft_play.progress import drawing
 
 app = typer.Typer()
 
@@ -48,7 +49,8 @@ def infer(
 
     device, questions = call.machine.kind, use.prompts(call, prompt)
     for answer in answer_all(run, device, questions, config, request, use.images(call)):
-        typer.echo(answer)  # flushes: a program that reads line by line need not wait
+        with drawing():  # an answer is written as it is
+            typer.echo(answer)  # flushes: a program that reads line by line need not wait
 
 
 @app.command()

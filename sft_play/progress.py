@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 # What a terminal obeys instead of showing it, what turns the direction of the text around it, and
 # bytes that are not UTF-8
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+CONTROLS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # a bar returns by \r
 EVERY_SECONDS = 8.0  # between two lines of a stage; a shorter stage says nothing
 
 
@@ -70,11 +71,13 @@ _open_stages: list[Stage] = []  # the innermost is the last
 class Output:
     """A standard stream that says its name if it refuses what is printed.
 
+    Control characters, which names may have, are written as escapes, unless it is `drawing`.
     Once a run continues without it (`go_on_without_output`), what follows goes nowhere: the run
     has its log files.
     """
 
     goes_on = False
+    draws = False
 
     def __init__(self, stream: TextIO, name: str, shown: Callable[[str], str] | None) -> None:
         self._stream = stream
@@ -85,8 +88,9 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        shown = self._shown(text) if self._shown else text
         with self._refusals():
-            self._stream.write(self._shown(text) if self._shown else text)
+            self._stream.write(shown if Output.draws else CONTROLS.sub(_escape, shown))
         return len(text)
 
     def flush(self) -> None:
@@ -102,6 +106,16 @@ class Output:
             if not Output.goes_on:
                 raise
             _open_null(self._stream.fileno())
+
+
+@contextlib.contextmanager
+def drawing() -> Iterator[None]:
+    """Write control characters as they are inside this context."""
+    Output.draws = True
+    try:
+        yield
+    finally:
+        Output.draws = False
 
 
 def _open_null(number: int) -> None:
@@ -155,7 +169,11 @@ def visible(text: str) -> str:
     >>> print(visible("a\x1b[31m.yaml"))
     a\\x1b[31m.yaml
     """
-    return UNSEEN.sub(lambda found: ascii(found.group())[1:-1].replace("\\udc", "\\x"), text)
+    return UNSEEN.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    return ascii(found.group())[1:-1].replace("\\udc", "\\x")
 
 
 class VisibleFormatter(logging.Formatter):

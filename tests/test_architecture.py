@@ -101,7 +101,7 @@ ALLOWED = {
         "monitor",
         "notebooks",
     },
-    "cli_use": {"config", "inference", "commands"},
+    "cli_use": {"progress", "config", "inference", "commands"},
     "cli": {
         "errors",
         "masking",

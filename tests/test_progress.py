@@ -1,12 +1,13 @@
 """Lines about a stage that takes long."""
 
+import io
 import logging
 import time
 
 import pytest
 
 from sft_play import progress
-from sft_play.progress import Pace, Stage, watched
+from sft_play.progress import Output, Pace, Stage, drawing, watched
 
 
 class Clock:
@@ -85,3 +86,12 @@ def test_a_short_stage_says_nothing_and_a_long_one_every_eight_seconds(caplog):
 )
 def test_a_duration_has_two_units_at_most(seconds, words):
     assert progress.duration(seconds) == words
+
+
+def test_names_cannot_make_a_terminal_do_anything():
+    stream = io.StringIO()
+    output = Output(stream, "standard output", None)
+    output.write("run a\x1b[31m\x9b\u0007 \r\t\n")
+    with drawing():
+        output.write("\x1b[1m")
+    assert stream.getvalue() == "run a\\x1b[31m\\x9b\\x07 \r\t\n\x1b[1m"

@@ -16,6 +16,7 @@ from sft_play.commands.call import Call, as_text, write_out
 from sft_play.config.messages import refuse
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.monitor.watch import frame, heading, pipe_line
+from sft_play.progress import drawing
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import folder as run_folders
 from sft_play.runs.folder import RunFolder
@@ -131,15 +132,16 @@ def follow_on_terminal(run: RunFacts, console: "Console") -> RunFacts:
         return Text("\n".join(frame(run)), no_wrap=True, overflow="ellipsis")
 
     live = Live(drawn(), console=console, screen=True, auto_refresh=False)
-    try:  # no `with`: Ctrl-C while the first frame is drawn would not end it
-        live.start(refresh=True)
-        while run.goes_on:
-            time.sleep(LOOK_SECONDS)
-            run = run.read_again()
-            live.update(drawn(), refresh=True)
-    finally:
-        live.stop()
-    console.print(drawn())
+    with drawing():
+        try:  # no `with`: Ctrl-C while the first frame is drawn would not end it
+            live.start(refresh=True)
+            while run.goes_on:
+                time.sleep(LOOK_SECONDS)
+                run = run.read_again()
+                live.update(drawn(), refresh=True)
+        finally:
+            live.stop()
+        console.print(drawn())
     return run
 
 

@@ -175,8 +175,8 @@ def prepare_run(
     planned.write(folder)  # plan.json identifies a run folder
     folder.write_report(planned_report(folder))
     print(report.plan_line(planned))
-    print(visible(f"run {folder.path}"))
-    print(visible(f"watch it from another terminal: make watch RUN={folder.path}"))
+    print(f"run {folder.path}")
+    print(f"watch it from another terminal: make watch RUN={folder.path}")
     with failure_recorded(folder), timeline.span("rows are tokenized"):
         return folder, with_rows(folder, planned, earlier), early
 

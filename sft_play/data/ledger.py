@@ -14,7 +14,6 @@ from typing import Self
 from sft_play.data.row_parsing import unused_notes
 from sft_play.data.rows import FORMS, Json
 from sft_play.data.special_text import special_notes
-from sft_play.progress import visible
 from sft_play.runs.tables import aligned
 
 
@@ -91,7 +90,7 @@ class DataAccount:
                 dropped = [f"{reason} {rows:,}" for reason, rows in tally.dropped.items() if rows]
                 facts = [f"{tally.rows_in:,} rows read", *dropped]
             counted = "1 file" if files == 1 else f"{files} files"
-            lines.append(f"  {split} {visible(name)} ({counted}): {', '.join(facts)}")
+            lines.append(f"  {split} {name} ({counted}): {', '.join(facts)}")
         return ["read before the error:", *lines] if lines else []
 
 
@@ -263,7 +262,7 @@ def ledger_lines(ledger: Ledger) -> list[str]:
     tables = [split_table(ledger), *source_tables(ledger)]
     blocks = [*map(table_lines, tables), padding_lines(ledger), variable_lines(ledger)]
     blocks.append(ledger.notes)
-    return visible("\n\n".join("\n".join(block) for block in blocks if block)).splitlines()
+    return "\n\n".join("\n".join(block) for block in blocks if block).splitlines()
 
 
 def split_table(ledger: Ledger) -> Table:

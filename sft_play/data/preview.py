@@ -20,6 +20,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import ImageFile, make_visible
 from sft_play.data.splits import begins_row
 from sft_play.data.store import Sample, Split
+from sft_play.progress import drawing
 
 SEARCHED_SAMPLES = 10_000  # samples searched for one with several answers
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decoded from a part of a character
@@ -253,7 +254,8 @@ def print_sequences(sequences: Iterable[PreviewSequence], no_color: bool) -> Non
             text = Text.assemble(*fragments(sequence))
         else:
             text = Text(in_marks(sequence))
-        console.print(text, soft_wrap=True)
+        with drawing():
+            console.print(text, soft_wrap=True)
 
 
 def in_marks(sequence: PreviewSequence) -> str:
