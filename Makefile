@@ -93,7 +93,7 @@ init: $(ENV) ## write OUT=config.yaml for MODEL_NAME and DATA_TRAIN_PATH, or FRO
 preview: $(ENV) ## print training samples by token, tokens with loss in color; write a page too
 	@$(SFT) preview
 
-convert-notebook: $(ENV) ## convert an Unsloth notebook NB for several GPUs: OUT=x.ipynb, train.py or x.yaml
+convert-notebook: $(ENV) ## convert an Unsloth notebook NB for several GPUs: OUT=x.ipynb or train.py
 	@$(SFT) convert-notebook
 check-notebook: $(ENV) ## score a notebook NB by the five points of one for several GPUs
 	@$(SFT) check-notebook

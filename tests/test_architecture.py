@@ -83,7 +83,7 @@ ALLOWED = {
         "plan",
         "reporting",
     },
-    "notebooks": {"errors", "reading", "config", "runs"},
+    "notebooks": {"errors", "reading", "runs"},
     "commands": {
         "errors",
         "timeline",

@@ -54,7 +54,7 @@ setup-accelerate: run GPUS
 memory-check runs: outputs
 doctor: outputs NUM_GPUS
 init: settings machine GPUS OUT FROM OVERWRITE
-convert-notebook: NB OUT DATA OVERWRITE
+convert-notebook: NB OUT OVERWRITE
 check-notebook: NB
 tensorboard tb-stop: outputs TB_PORT
 watch report: outputs RUN
