@@ -43,7 +43,7 @@ override PARALLEL_TESTS := $(PY) -m pytest -n auto --maxprocesses 8 --dist works
 # Where the recipe itself does not start sft_play
 override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
-.PHONY: help install install-unsloth install-gguf install-quantize setup-accelerate gpu-info \
+.PHONY: help install install-unsloth install-gguf setup-accelerate gpu-info \
   memory-check doctor config schema plan data-check init preview convert-notebook check-notebook \
   train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
@@ -67,9 +67,6 @@ install-gguf: $(ENV) ## add llama.cpp to .venv for make export FORMAT=gguf; buil
 	@$(CHECK)
 	@$(PY) -m tools.install add requirements-gguf.txt
 	@$(PY) -m tools.install.llama_cpp
-install-quantize: $(ENV) ## add llm-compressor, in .venv/quantize, for make export FORMAT=awq
-	@$(CHECK)
-	@$(PY) -m pip install --no-deps --upgrade --target .venv/quantize -r requirements-quantize.txt
 setup-accelerate: $(ENV) ## write the accelerate file for this machine, without questions
 	@$(SFT) setup-accelerate
 gpu-info: $(ENV) ## list GPUs, their memory and links, and what this machine can run
@@ -143,7 +140,7 @@ chat: $(ENV) ## chat with RUN, and with its base if COMPARE=1; /help lists the c
 	@$(SFT) chat
 merge: $(ENV) ## merge RUN's adapter into its base, in MODEL_DTYPE; scored before it is published
 	@$(SFT) merge
-export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter, vllm-adapter, gguf (QUANT=Q8_0), fp8, int4, nvfp4, awq
+export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter, vllm-adapter, gguf (QUANT=Q8_0), fp8, int4, nvfp4
 	@$(SFT) export
 serve: $(ENV) ## serve RUN's export by vLLM or SFT-Play, on 127.0.0.1:8000 (BIND, PORT)
 	@$(SFT) serve
