@@ -415,7 +415,19 @@ def run_worker() -> Callable:
 
 
 @pytest.fixture(scope="session")
-def finished(plan_run, run_worker) -> Callable:
+def train_run(plan_run, run_worker) -> Callable:
+    """A function that plans a run as `plan_run` does, trains it, and returns its folder."""
+
+    def run(*settings, **options):
+        folder = plan_run(*settings, **options)
+        assert run_worker(folder) == 0, run_json(folder)["cause"]
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(train_run) -> Callable:
     """A function that returns the folder of a finished quick run of a mode, the same one to every test."""
     runs = {}
 
@@ -427,8 +439,7 @@ def finished(plan_run, run_worker) -> Callable:
                 "train.save_steps": 2,
                 "train.predict_with_generate": True,
             }
-            runs[mode] = plan_run(changes)
-            assert run_worker(runs[mode]) == 0, run_json(runs[mode])["cause"]
+            runs[mode] = train_run(changes)
         return runs[mode]
 
     return run

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 from architecture_steps import adapted, fused, settings
+from marks import long
 from published_models import published_model
 from rank_processes import run_ranks, run_two_workers
 from run_files import run_json
@@ -85,11 +86,11 @@ def losses(folder: RunFolder) -> list[float]:
     "strategy, ranks, mode",
     [
         ("ddp", 2, "lora"),
-        pytest.param("ddp", 4, "full", marks=LONG),
-        pytest.param("fsdp", 2, "lora", marks=LONG),
-        pytest.param("fsdp", 2, "full", marks=LONG),
-        pytest.param("zero2", 2, "lora", marks=LONG),
-        pytest.param("ddp", 2, "qlora", marks=LONG),
+        long("ddp", 4, "full"),
+        long("fsdp", 2, "lora"),
+        long("fsdp", 2, "full"),
+        long("zero2", 2, "lora"),
+        long("ddp", 2, "qlora"),
     ],
 )
 def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ranks, mode):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
+from marks import long
 from peft import LoraConfig, get_peft_model
 from rank_processes import run_two_workers
 from run_files import run_json
@@ -156,10 +157,10 @@ def delivered(plan_run, run_worker):
     ("kind", "mode"),
     [
         ("int4", "lora"),
-        pytest.param("int4", "full", marks=LONG),
-        pytest.param("fp8", "lora", marks=LONG),
-        pytest.param("fp8", "full", marks=LONG),
-        pytest.param("nvfp4", "lora", marks=LONG),
+        long("int4", "full"),
+        long("fp8", "lora"),
+        long("fp8", "full"),
+        long("nvfp4", "lora"),
     ],
 )
 def test_a_run_scores_what_its_export_says(delivered, kind, mode, monkeypatch):
@@ -194,9 +195,9 @@ def test_other_formats_are_written_with_a_warning(delivered, monkeypatch, losses
     ("strategy", "mode"),
     [
         ("ddp", "lora"),
-        pytest.param("fsdp", "lora", marks=LONG),
-        pytest.param("fsdp", "full", marks=LONG),
-        pytest.param("zero2", "lora", marks=LONG),
+        long("fsdp", "lora"),
+        long("fsdp", "full"),
+        long("zero2", "lora"),
     ],
 )
 @pytest.mark.slow

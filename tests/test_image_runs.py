@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import opening_here
 from image_models import draw_image, write_image_model
+from marks import long
 from rank_processes import run_two_workers
 from run_files import run_json
 from safetensors.torch import load_file
@@ -129,10 +130,10 @@ def test_prepared_by_processes_of_their_own(finished):
     ("mode", "strategy"),
     [
         ("lora", "single"),
-        pytest.param("full", "single", marks=LONG),
-        pytest.param("lora", "ddp", marks=LONG),
-        pytest.param("lora", "fsdp", marks=LONG),
-        pytest.param("full", "ddp", marks=LONG),
+        long("full", "single"),
+        long("lora", "ddp"),
+        long("lora", "fsdp"),
+        long("full", "ddp"),
     ],
 )
 def test_encoders_are_trained(finished, place, mode, strategy):
@@ -187,7 +188,7 @@ def test_what_cannot_train_them_is_refused(place, plan_run, changes, words):
 
 @pytest.mark.parametrize(
     "opening",
-    [opening_here, pytest.param(contextlib.nullcontext, marks=LONG)],
+    [opening_here, long(contextlib.nullcontext)],
     ids=["here", "in a process of its own"],
 )
 def test_encoders_of_a_base_in_4_bits_are_whole_for_whoever_opens_it(

@@ -122,7 +122,7 @@ def test_experts_that_the_base_has_in_one_tensor_are_left_so(
 
 @pytest.mark.usefixtures("opens_here")
 def test_a_run_is_exported_and_its_own_adapter_stays_as_it_was(
-    plan_run, run_worker, base_of, monkeypatch: pytest.MonkeyPatch
+    train_run, base_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parity, "MOST_TOKENS", 4)
     changes = {
@@ -130,8 +130,7 @@ def test_a_run_is_exported_and_its_own_adapter_stays_as_it_was(
         "tuning.lora.experts": "shared",
         "train.predict_with_generate": False,
     }
-    run = plan_run(changes, may_trace=False)
-    assert run_worker(run) == 0
+    run = train_run(changes, may_trace=False)
     own = run.path / "adapter" / "adapter_model.safetensors"
     before = own.read_bytes()
     lines = export_run(run, ExportAsked("vllm-adapter"), "cpu")

@@ -155,9 +155,7 @@ def test_what_leaves_is_what_came(model_type, mode, tokenizer, tmp_path, plan_ru
     assert old == new
 
 
-@pytest.mark.parametrize(
-    "model_type", ["mistral3", pytest.param("qwen3_5_moe", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("model_type", ["mistral3", long("qwen3_5_moe")])
 def test_a_resumed_run_reads_weights_that_are_saved_under_other_names(
     model_type, tokenizer, tmp_path, plan_run, run_worker
 ):
