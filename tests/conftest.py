@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -443,6 +444,14 @@ def finished(train_run) -> Callable:
         return runs[mode]
 
     return run
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of a lora run, to change."""
+    from sft_play.runs.folder import RunFolder
+
+    return RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from marks import long
 from peft import LoraConfig, get_peft_model
-from rank_processes import run_two_workers
+from rank_processes import train_on_two
 from run_files import run_json
 from tiny_models import TINY, tiny_model
 from torch import nn
@@ -208,7 +208,7 @@ def test_ranks_train_as_one_process_does(delivered, plan_run, strategy, mode, lo
     if zero is None:
         settings["train.strategy"] = strategy
     together = plan_run(settings, num_gpus=2, deepspeed_config=zero)
-    assert set(run_two_workers(together)) == {0}, (together.path / "output.txt").read_text()[-2000:]
+    train_on_two(together)
     assert losses_of(together) == pytest.approx(losses_of(alone), abs=2e-3)
 
 

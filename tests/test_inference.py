@@ -1,7 +1,6 @@
 """Use of a finished run: eval, infer, chat, and merging it into a plain model."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +22,6 @@ from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models import expert_adapters
 from sft_play.runs.files import read_json
-from sft_play.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -40,12 +38,6 @@ def answering(train_run, taught_base):
         }
     )
     return folder
-
-
-@pytest.fixture
-def copied(finished, tmp_path) -> RunFolder:
-    """A copy of a lora run, to change."""
-    return RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
 
 
 def typed_lines(*lines: str):

@@ -27,12 +27,6 @@ from sft_play.runs.seal import find_damage, is_sealed, seal
 pytestmark = pytest.mark.usefixtures("opens_here")
 
 
-@pytest.fixture
-def copied(finished, tmp_path) -> RunFolder:
-    """A copy of a lora run, to change."""
-    return RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
-
-
 def logits(model, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=ids).logits.float()

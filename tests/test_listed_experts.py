@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny_models import tiny_model
+from tiny_models import move_trained, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -38,11 +38,7 @@ def saved_adapter(model_type: str, folder: Path, **changes: list[int]) -> tuple[
     sections = {"model": {"name": str(folder / "base")}, "tuning": {"lora": {"r": 3, "alpha": 5}}}
     config = Config.model_validate(sections)
     model = lora.add_adapters(base, config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    move_trained(model)
     model.save_pretrained(folder / "adapter")
     return config, model
 

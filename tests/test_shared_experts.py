@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
+from tiny_models import move_trained, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -32,11 +32,7 @@ def adapted(model_type: str, experts: str = "shared", seed: int = 1) -> PeftMode
     section = {"r": RANK, "experts": experts}
     config = Config.model_validate({"tuning": {"mode": "lora", "lora": section}})
     model = lora.add_adapters(tiny_model(model_type).eval(), config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    move_trained(model, seed)
     return model
 
 

@@ -165,11 +165,10 @@ def rate_jumps(monkeypatch):
 
 @pytest.mark.parametrize("steps, found", [(40, "since step"), long(9, "at the end, step 9")])
 def test_a_tail_that_diverges_ends_training_and_the_best_weights_are_published(
-    plan_run, run_worker, rate_jumps, steps, found
+    train_run, rate_jumps, steps, found
 ):
     rate_jumps(5)
-    folder = plan_run({**BEST, "train.max_steps": steps})
-    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    folder = train_run({**BEST, "train.max_steps": steps})
     report = run_json(folder)
     best, warning, after = report["best"], report["warning"], report["metrics"]["after"]
     assert best["step"] == 4 and report["global_step"] < 30 and report["status"] == "done"
@@ -217,12 +216,11 @@ def test_the_best_weights_of_a_diverged_run_are_published_only_where_they_are_be
 
 
 def test_a_loss_that_is_nan_after_the_best_weights_ends_training_and_they_are_published(
-    plan_run, run_worker, monkeypatch
+    train_run, monkeypatch
 ):
     monkeypatch.setattr(TrainingLoop, "compute_loss", TrainingLoop.compute_loss)
     poison({6})
-    folder = plan_run(BEST)
-    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    folder = train_run(BEST)
     report = run_json(folder)
     assert (report["global_step"], report["best"]["step"]) == (6, 4)
     assert report["warning"].startswith("loss=nan at step 6: the run has diverged; try ")

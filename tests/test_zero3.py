@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from marks import long
-from rank_processes import run_two_workers
+from rank_processes import train_on_two
 from run_files import run_json
-from safetensors.torch import load_file
+from test_fsdp import saved
 
 from sft_play.runs.folder import RunFolder
 
@@ -53,18 +53,11 @@ def finished(plan_run, taught_base, tmp_path_factory) -> Finished:
             settings = {**SETTINGS, "model.name": base, "tuning.mode": mode, **settings}
             zero = str(path) if engine == "zero3" else None
             folder = plan_run(settings, num_gpus=2, deepspeed_config=zero)
-            assert run_two_workers(folder) == [0, 0], (folder.path / "output.txt").read_text()[
-                -3000:
-            ]
+            train_on_two(folder)
             runs[key] = folder
         return runs[key]
 
     return run
-
-
-def saved(folder: RunFolder, mode: str) -> dict[str, torch.Tensor]:
-    (path,) = folder.weights(mode).glob("*.safetensors")
-    return load_file(path)
 
 
 def check_alike(one: RunFolder, two: RunFolder, mode: str, tolerance: float) -> None:
