@@ -43,7 +43,7 @@ override PARALLEL_TESTS := $(PY) -m pytest -n auto --maxprocesses 8 --dist works
 # Where the recipe itself does not start sft_play
 override CHECK := $(if $(filter-out PY PYTHON,$(GIVEN)),$(SFT) check-variables,:)
 
-.PHONY: help install install-unsloth install-gguf install-quantize setup-accelerate gpu-info \
+.PHONY: help install install-unsloth install-gguf setup-accelerate gpu-info \
   memory-check doctor config schema plan data-check init preview convert-notebook check-notebook \
   train train-tb train-bnb train-bnb-tb train-unsloth train-unsloth-tb \
   train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb tensorboard \
@@ -67,9 +67,6 @@ install-gguf: $(ENV) ## add llama.cpp to .venv for make export FORMAT=gguf; buil
 	@$(CHECK)
 	@$(PY) -m tools.install add requirements-gguf.txt
 	@$(PY) -m tools.install.llama_cpp
-install-quantize: $(ENV) ## add llm-compressor, in .venv/quantize, for make export FORMAT=awq
-	@$(CHECK)
-	@$(PY) -m pip install --no-deps --upgrade --target .venv/quantize -r requirements-quantize.txt
 setup-accelerate: $(ENV) ## write the accelerate file for this machine, without questions
 	@$(SFT) setup-accelerate
 gpu-info: $(ENV) ## list GPUs, their memory and links, and what this machine can run
@@ -93,7 +90,7 @@ init: $(ENV) ## write OUT=config.yaml for MODEL_NAME and DATA_TRAIN_PATH, or FRO
 preview: $(ENV) ## print training samples by token, tokens with loss in color; write a page too
 	@$(SFT) preview
 
-convert-notebook: $(ENV) ## convert an Unsloth notebook NB for several GPUs: OUT=x.ipynb, train.py or x.yaml
+convert-notebook: $(ENV) ## convert an Unsloth notebook NB for several GPUs: OUT=x.ipynb or train.py
 	@$(SFT) convert-notebook
 check-notebook: $(ENV) ## score a notebook NB by the five points of one for several GPUs
 	@$(SFT) check-notebook
@@ -143,7 +140,7 @@ chat: $(ENV) ## chat with RUN, and with its base if COMPARE=1; /help lists the c
 	@$(SFT) chat
 merge: $(ENV) ## merge RUN's adapter into its base, in MODEL_DTYPE; scored before it is published
 	@$(SFT) merge
-export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter, vllm-adapter, gguf (QUANT=Q8_0), fp8, int4, nvfp4, awq
+export: $(ENV) ## write RUN for other programs: FORMAT=safetensors, adapter, vllm-adapter, gguf (QUANT=Q8_0), fp8, int4, nvfp4
 	@$(SFT) export
 serve: $(ENV) ## serve RUN's export by vLLM or SFT-Play, on 127.0.0.1:8000 (BIND, PORT)
 	@$(SFT) serve

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent
 FOLDERS = ("configs", "scripts", "data/desk", "data/gsm8k", "data/tiny_llama")
 REQUIREMENTS = sorted(path.name for path in ROOT.glob("requirements*.txt"))
 # Pinned by make install. Here a range: GPU images bring an older torch (sft_play.monitor.packages),
-# and llm-compressor caps the others.
+# and other programs of an environment cap the others.
 RANGES = {
     "torch": "torch>=2.11,<2.14",
     "compressed-tensors": "compressed-tensors>=0.19,<0.21",
@@ -59,7 +59,7 @@ def main() -> None:
             install_requires=[RANGES["torch"], *read_requirements("requirements.txt")],
             extras_require={
                 extra: read_requirements(f"requirements-{extra}.txt")
-                for extra in ("bench", "gguf", "quantize", "unsloth")
+                for extra in ("bench", "gguf", "unsloth")
             },
             cmdclass={"build_py": BuildWithoutSetup},
             options={"build": {"build_base": folder}, "egg_info": {"egg_base": folder}},

@@ -6,6 +6,7 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -415,7 +416,19 @@ def run_worker() -> Callable:
 
 
 @pytest.fixture(scope="session")
-def finished(plan_run, run_worker) -> Callable:
+def train_run(plan_run, run_worker) -> Callable:
+    """A function that plans a run as `plan_run` does, trains it, and returns its folder."""
+
+    def run(*settings, **options):
+        folder = plan_run(*settings, **options)
+        assert run_worker(folder) == 0, run_json(folder)["cause"]
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def finished(train_run) -> Callable:
     """A function that returns the folder of a finished quick run of a mode, the same one to every test."""
     runs = {}
 
@@ -427,11 +440,18 @@ def finished(plan_run, run_worker) -> Callable:
                 "train.save_steps": 2,
                 "train.predict_with_generate": True,
             }
-            runs[mode] = plan_run(changes)
-            assert run_worker(runs[mode]) == 0, run_json(runs[mode])["cause"]
+            runs[mode] = train_run(changes)
         return runs[mode]
 
     return run
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of a lora run, to change."""
+    from sft_play.runs.folder import RunFolder
+
+    return RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
 
 
 @pytest.fixture(scope="session")

@@ -175,24 +175,6 @@ def configs() -> dict[str, Damage]:
     return found
 
 
-def other_types() -> dict[str, Damage]:
-    """Damages of other architectures, which are built in another process."""
-    big = {"gpt2-layers": {"model_type": "gpt2", "n_layer": 10**9},
-           "gpt2-null": {"model_type": "gpt2", "n_layer": None, "num_hidden_layers": None},
-           "gpt2-hidden": {"model_type": "gpt2", "n_embd": 10**12},
-           "gpt2-text": {"model_type": "gpt2", "n_head": "x"},
-           "moe-experts": {"model_type": "qwen3_moe", "num_experts": 10**9},
-           "moe-many": {"model_type": "mixtral", "num_local_experts": 10**7},
-           "moe-text": {"model_type": "qwen3_moe", "num_experts": "x"},
-           "dsv2": {"model_type": "deepseek_v2", "n_routed_experts": 10**9},
-           "mamba": {"model_type": "mamba2", "num_heads": 0},
-           "text-list": {"model_type": "gemma3", "text_config": [1]},
-           "text-huge": {"model_type": "gemma3", "text_config": {"num_hidden_layers": 10**9, "vocab_size": 5, "hidden_size": 8, "num_attention_heads": 1}},
-           "encoder": {"model_type": "gemma3", "vision_config": {"num_hidden_layers": 10**9}},
-           }  # fmt: skip
-    return {name: config(**values) for name, values in big.items()}
-
-
 def files() -> dict[str, Damage]:
     """Return damages of whole files by name."""
     found: dict[str, Damage] = {}
@@ -213,11 +195,9 @@ def files() -> dict[str, Damage]:
     text = (BASE / "config.json").read_text()
     found["config.json-bom"] = with_text("config.json", "\ufeff" + text)
     found["config.json-utf16"] = with_text("config.json", text.encode("utf-16"))
-    values = json.loads(text)
     found["config.json-deep-value"] = with_text(
         "config.json", text.replace("{", '{"x": ' + DEEP + ",", 1)
     )
-    del values
     return found
 
 

@@ -83,7 +83,7 @@ ALLOWED = {
         "plan",
         "reporting",
     },
-    "notebooks": {"errors", "reading", "config", "runs"},
+    "notebooks": {"errors", "reading", "runs"},
     "commands": {
         "errors",
         "timeline",
@@ -138,7 +138,6 @@ START_PROCESSES = {
     "commands/each_gpu.py",
     "evaluation/opener.py",
     "inference/gguf_tools.py",
-    "inference/export_compressed.py",
 }
 HEAVY = {
     "torch",

@@ -65,14 +65,12 @@ def test_trained_weights_with_a_flipped_bit_are_not_used(finished, tmp_path):
 
 
 def test_a_worker_sets_a_damaged_checkpoint_aside_and_goes_on_from_the_one_before(
-    plan_run, run_worker, losses_of
+    train_run, losses_of
 ):
-    whole = plan_run(EVERY_STEP | {"train.max_steps": 4, "train.save_total_limit": None})
-    assert run_worker(whole) == 0
+    whole = train_run(EVERY_STEP | {"train.max_steps": 4, "train.save_total_limit": None})
     flip(whole.checkpoints / "checkpoint-4" / "optimizer.pt", 1000, 1)
     flip(whole.checkpoints / "checkpoint-3" / "rng_state.pth", 1000, 1)
-    folder = plan_run({"train.max_steps": 4, "train.resume_from": whole.path})
-    assert run_worker(folder) == 0
+    folder = train_run({"train.max_steps": 4, "train.resume_from": whole.path})
     report = folder.read_report()
     assert report.resumed_from == str(whole.checkpoints / "checkpoint-2")
     assert losses_of(folder) == losses_of(whole)
@@ -85,7 +83,7 @@ def test_a_worker_sets_a_damaged_checkpoint_aside_and_goes_on_from_the_one_befor
 
 @pytest.mark.long
 def test_a_run_that_is_killed_inside_a_save_goes_on_from_the_checkpoint_before(
-    plan_run, run_worker, losses_of
+    train_run, plan_run, losses_of
 ):
     steps = {"train.max_steps": 4, "tuning.lora.dropout": 0.1}
     folder = plan_run(EVERY_STEP | steps | {"train.save_total_limit": None})
@@ -96,11 +94,9 @@ def test_a_run_that_is_killed_inside_a_save_goes_on_from_the_checkpoint_before(
     assert report.checkpoint == str(folder.checkpoints / "checkpoint-2")
     assert report.next == f"make train TRAIN_RESUME_FROM={folder.path}"
     assert f"continue with {report.next}" in run_table(folder.path.parent)[0]
-    again = plan_run(steps | {"train.resume_from": folder.path})
-    assert run_worker(again) == 0
+    again = train_run(steps | {"train.resume_from": folder.path})
     assert again.read_report().resumed_from == str(folder.checkpoints / "checkpoint-2")
-    whole = plan_run(steps)
-    assert run_worker(whole) == 0
+    whole = train_run(steps)
     assert losses_of(again) == losses_of(whole)
 
 

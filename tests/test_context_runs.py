@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 from architecture_steps import adapted, fused, settings
+from marks import long
 from published_models import published_model
 from rank_processes import run_ranks, run_two_workers
 from run_files import run_json
@@ -77,26 +78,24 @@ def in_small_tiles() -> None:
     tiles.TILE_TOKENS = 16
 
 
-def losses(folder: RunFolder) -> list[float]:
-    return [entry["loss"] for entry in run_json(folder)["loss"]]
-
-
 @pytest.mark.parametrize(
     "strategy, ranks, mode",
     [
         ("ddp", 2, "lora"),
-        pytest.param("ddp", 4, "full", marks=LONG),
-        pytest.param("fsdp", 2, "lora", marks=LONG),
-        pytest.param("fsdp", 2, "full", marks=LONG),
-        pytest.param("zero2", 2, "lora", marks=LONG),
-        pytest.param("ddp", 2, "qlora", marks=LONG),
+        long("ddp", 4, "full"),
+        long("fsdp", 2, "lora"),
+        long("fsdp", 2, "full"),
+        long("zero2", 2, "lora"),
+        long("ddp", 2, "qlora"),
     ],
 )
-def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ranks, mode):
+def test_ranks_that_share_rows_train_as_those_that_do_not(
+    finished, strategy, ranks, mode, losses_of
+):
     apart = finished(**{"tuning.mode": mode})
     together = finished(strategy, 2, ranks, **{"tuning.mode": mode})
-    assert losses(apart)[-1] < 0.95 * losses(apart)[0]
-    assert losses(together) == pytest.approx(losses(apart), abs=2e-5)
+    assert losses_of(apart)[-1] < 0.95 * losses_of(apart)[0]
+    assert losses_of(together) == pytest.approx(losses_of(apart), abs=2e-5)
     reports = [run_json(run) for run in (apart, together)]
     scores = [report["metrics"]["after"]["eval_loss"] for report in reports]
     assert scores[1] == pytest.approx(scores[0], abs=2e-4)
@@ -109,16 +108,16 @@ def test_ranks_that_share_rows_train_as_those_that_do_not(finished, strategy, ra
     [{"train.packing": False}, {"train.gradient_checkpointing": True}],
     ids=["unpacked", "recomputed"],
 )
-def test_unpacked_and_recomputed_rows_train_alike(finished, changes):
+def test_unpacked_and_recomputed_rows_train_alike(finished, changes, losses_of):
     whole = finished("ddp", 2)
-    assert losses(finished("ddp", 2, **changes)) == pytest.approx(losses(whole), abs=2e-5)
+    assert losses_of(finished("ddp", 2, **changes)) == pytest.approx(losses_of(whole), abs=2e-5)
 
 
 @pytest.mark.long
-def test_a_resumed_run_is_the_one_that_never_stopped(finished):
+def test_a_resumed_run_is_the_one_that_never_stopped(finished, losses_of):
     whole = finished("ddp", 2)
     again = finished("ddp", 2, **{"train.resume_from": whole.checkpoints / "checkpoint-2"})
-    assert losses(again)[-2:] == losses(whole)[-2:]
+    assert losses_of(again)[-2:] == losses_of(whole)[-2:]
     weights = [load_file(run.path / "adapter/adapter_model.safetensors") for run in (whole, again)]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
 
@@ -133,10 +132,12 @@ def test_a_resumed_run_is_the_one_that_never_stopped(finished):
     ],
 )
 @pytest.mark.long
-def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode):
+def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode, losses_of):
     settings = {"tuning.mode": mode, "train.gradient_checkpointing": True}
     in_tiles = finished(strategy, 2, prepare=in_small_tiles, **settings)
-    assert losses(in_tiles) == pytest.approx(losses(finished(**{"tuning.mode": mode})), abs=2e-5)
+    assert losses_of(in_tiles) == pytest.approx(
+        losses_of(finished(**{"tuning.mode": mode})), abs=2e-5
+    )
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,9 @@ def test_a_signal_to_a_launched_rank_stops_all_of_them_with_a_checkpoint(launch)
 
 
 @pytest.mark.faults
-def test_interrupting_deepspeed_on_the_terminal_stops_it_with_a_checkpoint_that_resumes(launch):
+def test_interrupting_deepspeed_on_the_terminal_stops_it_with_a_checkpoint_that_resumes(
+    launch, losses_of
+):
     """Its launcher passes the interrupt on, which all processes get, too."""
     launched = launch("train-deepspeed", LONG)
     launched.wait_for("step 2/")
@@ -346,7 +348,7 @@ def test_interrupting_deepspeed_on_the_terminal_stops_it_with_a_checkpoint_that_
         {**LONG, "train.max_steps": step + 2, "train.resume_from": launched.folder.path},
     )
     again.finish()
-    curve = [entry["loss"] for entry in run_json(again.folder)["loss"]]
+    curve = losses_of(again.folder)
     assert len(curve) == step + 2 and curve[:step] == [
         entry["loss"] for entry in run_json(launched.folder)["loss"]
     ]

@@ -21,9 +21,8 @@ SHAPE = {
 
 
 @pytest.fixture(scope="module")
-def earlier(plan_run, run_worker):
-    folder = plan_run({**SHAPE, "train.predict_with_generate": False})
-    assert run_worker(folder) == 0
+def earlier(train_run):
+    folder = train_run({**SHAPE, "train.predict_with_generate": False})
     return folder
 
 
@@ -40,7 +39,7 @@ def plain_adapter(earlier, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("named", ["run", "name", "folder", "plain"])
-def test_a_run_goes_on_from_an_adapter(plan_run, run_worker, earlier, named, tmp_path, monkeypatch):
+def test_a_run_goes_on_from_an_adapter(train_run, earlier, named, tmp_path, monkeypatch):
     adapter = {
         "run": earlier.path,
         "name": earlier.path.name,
@@ -52,8 +51,7 @@ def test_a_run_goes_on_from_an_adapter(plan_run, run_worker, earlier, named, tmp
     changes = {"model.adapter": adapter, "train.predict_with_generate": False}
     if named == "name":
         monkeypatch.setenv("TRAIN_OUTPUT_DIR", str(earlier.path.parent))
-    folder = plan_run(changes)
-    assert run_worker(folder) == 0
+    folder = train_run(changes)
     assert loss(folder, "before") == pytest.approx(loss(earlier, "after"), rel=1e-6)
     assert loss(folder, "after") != loss(folder, "before")
     saved = json.loads((folder.path / "adapter" / "adapter_config.json").read_text())
@@ -113,37 +111,36 @@ def test_an_adapter_of_other_layers_is_refused(plan_run, run_worker, earlier, tm
     assert "no adapter of this model and these settings" in run_json(folder)["cause"]
 
 
-def test_a_resumed_run_needs_the_earlier_adapter_no_more(plan_run, run_worker, earlier, tmp_path):
+def test_a_resumed_run_needs_the_earlier_adapter_no_more(
+    train_run, plan_run, run_worker, earlier, tmp_path
+):
     plain = plain_adapter(earlier, tmp_path / "plain")
     every_step = {"train.save_strategy": "steps", "train.save_steps": 1}
     settings = {"model.adapter": plain, "train.predict_with_generate": False, **every_step}
-    whole = plan_run(settings)
-    assert run_worker(whole) == 0
+    whole = train_run(settings)
     stopped = plan_run({**settings, "train.stop_after": 2})
     assert run_worker(stopped) == 75
     shutil.rmtree(plain)
-    resumed = plan_run(
+    resumed = train_run(
         {
             "train.output_dir": stopped.path.parent,
             "train.resume_from": stopped.path,
             "train.predict_with_generate": False,
         }
     )
-    assert run_worker(resumed) == 0
     assert loss(resumed, "after") == loss(whole, "after")
 
 
 @pytest.mark.parametrize("setting", [None, "default"])
 def test_training_uses_and_saves_the_template_of_an_adapter_unless_one_is_set(
-    plan_run, run_worker, earlier, tmp_path, setting
+    train_run, earlier, tmp_path, setting
 ):
     adapter = plain_adapter(earlier, tmp_path / "plain")
     template = "Hello. " + (adapter / "chat_template.jinja").read_text()
     (adapter / "chat_template.jinja").write_text(template)
     (adapter / "tokenizer_config.json").unlink()
     changes = {"model.adapter": adapter, "train.predict_with_generate": False}
-    folder = plan_run({**changes, "model.chat_template": setting})
-    assert run_worker(folder) == 0
+    folder = train_run({**changes, "model.chat_template": setting})
     saved = (folder.path / "adapter" / "chat_template.jinja").read_text()
     assert saved.endswith(DEFAULT_TEMPLATE if setting else template)
 

@@ -321,7 +321,7 @@ def called(folder: RunFolder, words: list[str], **variables: str):
         (["push"], {"REPO": "a/b", "SFT_PLAY_VARIABLES": "HF_TOKEN"}, "HF_TOKEN: "),
         (["train"], {"SFT_PLAY_VARIABLES": "HF_TOKEN"}, "HF_TOKEN: "),
         (["check-variables"], {"SFT_PLAY_VARIABLES": "HF_TOKEN"}, "HF_TOKEN: "),
-        (["export"], {"FORMAT": "onnx"}, "FORMAT=onnx: write safetensors, gguf, adapter, "),
+        (["export"], {"FORMAT": "awq"}, "FORMAT=awq: write safetensors, gguf, adapter, "),
         (["export"], {"QUANT": "Q8_0"}, "QUANT: "),
         (["export"], {"FORMAT": "adapter", "MODEL_DTYPE": "bfloat16"}, "does not read it"),
         (["serve"], {"FORMAT": "adapter"}, "FORMAT=adapter: write safetensors, gguf, fp8, "),

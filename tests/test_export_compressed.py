@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import Sizes, tiny_model
 from transformers import AutoModelForCausalLM
 
-from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.errors import CheckpointError, ConfigError
 from sft_play.evaluation.reopened import EXACT, Reopened
-from sft_play.inference import export_compressed
 from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
 from sft_play.inference.export_compressed import (
@@ -176,26 +175,6 @@ def test_files_of_other_names_and_sizes_are_refused(tmp_path, tokenizer):
     tiny_model("llama").save_pretrained(small)  # 48 features between the matrices of an MLP
     with pytest.raises(ConfigError, match="no multiple of 32; fp8 takes any"):
         compress_folder(small, tmp_path / "no", "int4")
-
-
-def test_awq_needs_llm_compressor(copied, monkeypatch, tmp_path):
-    monkeypatch.setattr(export_compressed, "QUANTIZE", tmp_path / "none")
-    with pytest.raises(EnvironmentFault, match="type make install-quantize"):
-        export_run(copied, ExportAsked("awq"), "cpu")
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not export_compressed.QUANTIZE.is_dir(), reason="make install-quantize")
-def test_awq_is_calibrated_and_held_to_the_run(copied, monkeypatch):
-    monkeypatch.setattr(parity, "MOST_TOKENS", 4)
-    lines = export_run(copied, ExportAsked("awq", least_gain=0.5), "cpu")
-    assert any(line.startswith("awq eval_loss=") and "gain kept=" in line for line in lines)
-    folder = copied.path / "export" / "awq"
-    assert seal.find_damage(folder) is None
-    named = read_json(folder / "config.json")["quantization_config"]
-    assert (named["format"], named["version"]) == ("pack-quantized", "0.19.0")
-    stored = load_file(folder / "model.safetensors")
-    assert any(name.endswith("q_proj.weight_packed") for name in stored)
 
 
 def test_a_model_that_reads_images_keeps_its_encoders(tmp_path, tokenizer):

@@ -6,14 +6,12 @@ import pytest
 from faults import page
 from faults.bench import EVERY_STEP, Bench, Fault, meet, meet_without_guard
 from faults.table import FAULTS
-from run_files import run_json
 
 
 @pytest.fixture(scope="session")
-def saved(plan_run, run_worker):
+def saved(train_run):
     """A run of three steps with a checkpoint of each."""
-    folder = plan_run(EVERY_STEP | {"train.max_steps": 3})
-    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    folder = train_run(EVERY_STEP | {"train.max_steps": 3})
     return folder
 
 

@@ -215,7 +215,7 @@ def test_a_quantized_base_is_divided_as_it_is_read(base_of, tmp_path, model_type
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3"])
 def test_a_head_of_its_own_is_trained_under_every_strategy(
-    plan_run, run_worker, base_of, tmp_path, strategy
+    train_run, plan_run, base_of, tmp_path, strategy
 ):
     """Of files that hold two matrices where config ties them, transformers on one GPU takes both."""
     base = shutil.copytree(base_of("llama"), tmp_path / "base")
@@ -223,8 +223,7 @@ def test_a_head_of_its_own_is_trained_under_every_strategy(
     assert config["tie_word_embeddings"] is False
     (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     changes = {"model.name": base, "tuning.mode": "full", "train.max_steps": 1}
-    alone = plan_run(changes)
-    assert run_worker(alone) == 0
+    alone = train_run(changes)
     both = plan_run(changes | {"train.strategy": strategy}, num_gpus=2)
     train_on_two(both)
     losses = [run_json(run)["metrics"]["before"]["eval_loss"] for run in (alone, both)]
@@ -257,10 +256,10 @@ def test_plain_transformers_opens_a_divided_model(finished):
     "begun, goes_on, mode",
     [("fsdp", "fsdp", "lora"), long("fsdp", "fsdp", "full"), long("ddp", "fsdp", "lora")],
 )
-def test_a_resumed_run_is_the_one_that_never_stopped(finished, begun, goes_on, mode):
+def test_a_resumed_run_is_the_one_that_never_stopped(finished, begun, goes_on, mode, losses_of):
     whole = finished(begun, mode)
     again = finished(goes_on, mode, whole.checkpoints / "checkpoint-3")
-    losses = [[entry["loss"] for entry in run_json(run)["loss"]] for run in (whole, again)]
+    losses = [losses_of(run) for run in (whole, again)]
     assert len(losses[0]) == 4
     tolerance = 0.0 if begun == goes_on else 1e-5
     assert losses[1] == pytest.approx(losses[0], rel=0, abs=tolerance)

@@ -4,7 +4,6 @@ A run of 4-bit LoRA is stopped by Ctrl-C, and killed while it writes a checkpoin
 again continues, and its losses are those of a run that was left alone.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -12,11 +11,11 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from make_runs import ROOT, run_make
+from run_files import run_json
 from test_gpu import needs_two, needs_unsloth
 
 from sft_play.errors import ExitClass
@@ -101,13 +100,9 @@ class Started:
         return time.monotonic() - began
 
 
-def report_of(folder: RunFolder) -> dict[str, Any]:
-    return json.loads((folder.path / "run.json").read_text())
-
-
 def losses_of(folder: RunFolder) -> dict[int, float]:
     """Return the loss of each step."""
-    return {logged["step"]: logged["loss"] for logged in report_of(folder)["loss"]}
+    return {logged["step"]: logged["loss"] for logged in run_json(folder)["loss"]}
 
 
 def staged(folder: RunFolder) -> list[Path]:
@@ -136,7 +131,7 @@ def test_a_run_that_is_killed_in_a_save_and_then_stopped_ends_as_if_it_had_not_b
     again = Started(target, variables, outputs)
     again.wait_until(lambda: again.has_logged(f"step {STEPS - 4}/{STEPS} "))
     seconds = again.signal_all(signal.SIGINT)
-    report = report_of(again.folder)
+    report = run_json(again.folder)
     assert report["exit_class"] == ExitClass.STOPPED, report["cause"]
     assert checkpoints.step_of(Path(report["resumed_from"])) >= 4
     (newest,) = (path for path in again.folder.checkpoints.glob(f"*-{report['global_step']}"))
@@ -144,7 +139,7 @@ def test_a_run_that_is_killed_in_a_save_and_then_stopped_ends_as_if_it_had_not_b
     after_kill = largest_difference(again.folder, expected)
 
     run_make(target, outputs, SECONDS, **SETTINGS, **variables)
-    report = report_of(started.folder)
+    report = run_json(started.folder)
     assert (report["status"], report["global_step"]) == ("done", STEPS)
     after_stop = largest_difference(started.folder, expected)
     print(
@@ -155,7 +150,7 @@ def test_a_run_that_is_killed_in_a_save_and_then_stopped_ends_as_if_it_had_not_b
 
 def largest_difference(folder: RunFolder, expected: dict[int, float]) -> float:
     """Return how far the losses since a run was resumed are from those of one left alone."""
-    report = report_of(folder)
+    report = run_json(folder)
     begun = checkpoints.step_of(Path(report["resumed_from"]))
     found = losses_of(folder)
     compared = [step for step in range(begun + 1, report["global_step"] + 1) if step in found]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import run_two_workers
-from run_files import run_json
+from marks import long
+from rank_processes import train_on_two
 from safetensors.torch import load_file
 from test_fast_graphs import again
 
@@ -44,8 +44,8 @@ def replay_on_cpu() -> None:
 @pytest.mark.parametrize(
     ("strategy", "model_type", "packing"),
     [
-        pytest.param("ddp", None, False, marks=pytest.mark.long),
-        pytest.param("ep", "qwen3_moe", False, marks=pytest.mark.long),
+        long("ddp", None, False),
+        long("ep", "qwen3_moe", False),
         ("ep", "qwen3_moe", True),
     ],
 )
@@ -56,6 +56,7 @@ def test_two_ranks_that_replay_train_as_those_that_do_not(
     strategy: str,
     model_type: str | None,
     packing: bool,
+    losses_of,
 ) -> None:
     base = base_of(model_type) if model_type else taught_base
     settings = {**SETTINGS, "model.name": base, "train.strategy": strategy}
@@ -63,8 +64,7 @@ def test_two_ranks_that_replay_train_as_those_that_do_not(
     for graphs in (False, True):
         changes = {**settings, "train.packing": packing, "train.cuda_graphs": graphs}
         folder = plan_run(changes, num_gpus=2, may_trace=False)
-        exits = run_two_workers(folder, replay_on_cpu)
-        assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+        train_on_two(folder, replay_on_cpu)
         found[graphs] = folder
     for rank in (0, 1):
         log = (found[True].logs / f"rank-{rank}.log").read_text()
@@ -72,7 +72,7 @@ def test_two_ranks_that_replay_train_as_those_that_do_not(
     log = (found[True].logs / "rank-0.log").read_text()
     (replayed,) = re.findall(r"cuda graphs: (\d+) of \d+ micro-batches replayed, which", log)
     assert int(replayed) >= 6
-    losses = [[entry["loss"] for entry in run_json(found[graphs])["loss"]] for graphs in found]
+    losses = [losses_of(found[graphs]) for graphs in found]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     name = "adapter/adapter_model.safetensors"
     one, two = (load_file(found[graphs].path / name) for graphs in found)

@@ -5,11 +5,10 @@ import os
 import resource
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hostile_folders as hostile
 import pytest
-from hostile_tokenizers import templates, tokenizers
+from hostile_tokenizers import TEMPLATES, TOKENIZERS, WRITES, template
 from marks import long
 from record_files import run_data, write_rows
 from tiny_models import tiny_model
@@ -28,16 +27,12 @@ from sft_play.runs.model_folder import find_model, read_adapter_config
 FOLDERS = hostile.configs() | hostile.files() | hostile.headers() | hostile.indexes()
 ROW = {"question": "a" * 40 + "!", "answer": "b c"}
 SECONDS, GIB = 10, 1.0  # of computing, whatever else the machine does
-# that end with an error, or with a limit; the others may be read
-STOPPED = ("recursion", "caller", "times", "center", "format", "indent", "power", "tojson", "loops")
 FAILING = ("split-catastrophic", long("explode-30"), long("wordpiece"))
-
-
-def stopped_templates() -> list[Any]:
-    """Return the names of templates that are stopped; the second and later of a kind are long."""
-    names = {kind: [name for name in templates() if name.startswith(kind)] for kind in STOPPED}
-    others = [long(name) for kind in STOPPED for name in names[kind][1:]]
-    return [*(names[kind][0] for kind in STOPPED), *others]
+STOPPED = [
+    long(kind, number) if number else (kind, number)
+    for kind, texts in TEMPLATES.items()
+    for number in range(len(texts))
+]
 
 
 def of_seconds(monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
@@ -94,13 +89,13 @@ def tokenize(folder: Path) -> None:
     run_data(rows, load_tokenizer(config_of(folder)), val_path=str(rows))
 
 
-@pytest.mark.parametrize("name", stopped_templates())
-def test_a_template_is_stopped_in_words(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind, number", STOPPED)
+def test_a_template_is_stopped_in_words(kind, number, tmp_path, monkeypatch):
     of_seconds(monkeypatch, 0)
     folder = hostile.copied(tmp_path / "model")
-    templates()[name](folder)
+    template(TEMPLATES[kind][number] + WRITES)(folder)
     said = said_in_child(lambda: tokenize(folder), tmp_path / "said")
-    if name not in ("center-9", "recursive-loop", "power-string"):
+    if (kind, number) not in (("center", 1), ("power", 3)):
         assert "the chat template" in said or said == ""
 
 
@@ -108,7 +103,7 @@ def test_a_template_is_stopped_in_words(name, tmp_path, monkeypatch):
 def test_a_tokenizer_that_does_not_end_is_left_in_words(name, tmp_path, monkeypatch):
     of_seconds(monkeypatch, 0)
     folder = hostile.copied(tmp_path / "model")
-    tokenizers()[name](folder)
+    TOKENIZERS[name](folder)
     said = said_in_child(lambda: tokenize(folder), tmp_path / "said")
     assert "get the model again" in said
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import opening_here
 from image_models import draw_image, write_image_model
-from rank_processes import run_two_workers
+from marks import long
+from rank_processes import train_on_two
 from run_files import run_json
 from safetensors.torch import load_file
 from tiny_models import WHOLE_BLOCKS
@@ -60,7 +61,7 @@ def place(tokenizer, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(place, plan_run, run_worker) -> Callable[..., RunFolder]:
+def finished(train_run, place, plan_run) -> Callable[..., RunFolder]:
     """A function that returns a finished run, the same one to every test."""
     runs: dict[str, RunFolder] = {}
 
@@ -77,65 +78,59 @@ def finished(place, plan_run, run_worker) -> Callable[..., RunFolder]:
             **changes,
         }
         if strategy == "single":
-            folder = plan_run(settings, may_trace=False)
-            assert run_worker(folder) == 0, run_json(folder)["cause"]
+            folder = train_run(settings, may_trace=False)
         else:
             zero = ZERO2 if strategy == "zero2" else None
             if zero is None:
                 settings["train.strategy"] = strategy
             folder = plan_run(settings, num_gpus=2, deepspeed_config=zero, may_trace=False)
-            exits = run_two_workers(folder)
-            assert exits == [0, 0], (folder.path / "output.txt").read_text()[-3000:]
+            train_on_two(folder)
         runs[key] = folder
         return folder
 
     return run
 
 
-def losses(folder: RunFolder) -> list[float]:
-    return [entry["loss"] for entry in run_json(folder)["loss"]]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
-def test_two_ranks_train_as_one(finished, strategy):
+def test_two_ranks_train_as_one(finished, strategy, losses_of):
     alone, two = finished(), finished(strategy)
     assert run_json(two)["world_size"] == 2
-    assert losses(alone)[-1] < 0.9 * losses(alone)[0]
-    assert losses(two) == pytest.approx(losses(alone), abs=2e-5)
+    assert losses_of(alone)[-1] < 0.9 * losses_of(alone)[0]
+    assert losses_of(two) == pytest.approx(losses_of(alone), abs=2e-5)
     scores = [run_json(run)["metrics"]["after"]["eval_loss"] for run in (alone, two)]
     assert scores[1] == pytest.approx(scores[0], abs=2e-4)
 
 
-def test_a_resumed_run_is_the_one_that_never_stopped(finished):
+def test_a_resumed_run_is_the_one_that_never_stopped(finished, losses_of):
     whole = finished()
     again = finished(**{"train.resume_from": whole.checkpoints / "checkpoint-2"})
-    assert losses(again)[-2:] == losses(whole)[-2:]
+    assert losses_of(again)[-2:] == losses_of(whole)[-2:]
     weights = [load_file(run.path / "adapter/adapter_model.safetensors") for run in (whole, again)]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
 
 
-def test_rows_are_packed_and_unpacked_alike(finished):
+def test_rows_are_packed_and_unpacked_alike(finished, losses_of):
     packed, unpacked = finished(), finished(**{"train.packing": False})
-    assert losses(unpacked) == pytest.approx(losses(packed), abs=2e-5)
+    assert losses_of(unpacked) == pytest.approx(losses_of(packed), abs=2e-5)
 
 
-def test_prepared_by_processes_of_their_own(finished):
+def test_prepared_by_processes_of_their_own(finished, losses_of):
     """As auto has it for rows with images where there is a core to spare."""
-    assert losses(finished()) == losses(finished(**{"train.dataloader_num_workers": 0}))
+    assert losses_of(finished()) == losses_of(finished(**{"train.dataloader_num_workers": 0}))
 
 
 @pytest.mark.parametrize(
     ("mode", "strategy"),
     [
         ("lora", "single"),
-        pytest.param("full", "single", marks=LONG),
-        pytest.param("lora", "ddp", marks=LONG),
-        pytest.param("lora", "fsdp", marks=LONG),
-        pytest.param("full", "ddp", marks=LONG),
+        long("full", "single"),
+        long("lora", "ddp"),
+        long("lora", "fsdp"),
+        long("full", "ddp"),
     ],
 )
-def test_encoders_are_trained(finished, place, mode, strategy):
+def test_encoders_are_trained(finished, place, mode, strategy, losses_of):
     changes = {
         "tuning.mode": mode,
         "tuning.encoders": mode,
@@ -144,13 +139,13 @@ def test_encoders_are_trained(finished, place, mode, strategy):
     }
     folder = finished(strategy, **changes)
     if strategy != "single":
-        assert losses(folder) == pytest.approx(losses(finished(**changes)), abs=5e-5)
+        assert losses_of(folder) == pytest.approx(losses_of(finished(**changes)), abs=5e-5)
         return
     frozen = finished(
         **{**changes, "tuning.encoders": "frozen", "tuning.encoders_learning_rate": None}
     )
-    assert losses(folder)[0] == pytest.approx(losses(frozen)[0], abs=2e-5)
-    assert losses(folder)[-1] != pytest.approx(losses(frozen)[-1], abs=1e-3)
+    assert losses_of(folder)[0] == pytest.approx(losses_of(frozen)[0], abs=2e-5)
+    assert losses_of(folder)[-1] != pytest.approx(losses_of(frozen)[-1], abs=1e-3)
     (path,) = folder.weights(mode).glob("*.safetensors")
     saved = load_file(path)
     if mode == "lora":
@@ -187,7 +182,7 @@ def test_what_cannot_train_them_is_refused(place, plan_run, changes, words):
 
 @pytest.mark.parametrize(
     "opening",
-    [opening_here, pytest.param(contextlib.nullcontext, marks=LONG)],
+    [opening_here, long(contextlib.nullcontext)],
     ids=["here", "in a process of its own"],
 )
 def test_encoders_of_a_base_in_4_bits_are_whole_for_whoever_opens_it(

@@ -1,13 +1,13 @@
 """Use of a finished run: eval, infer, chat, and merging it into a plain model."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from marks import long
 from run_files import run_json
 from typer.testing import CliRunner
 
@@ -22,15 +22,14 @@ from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models import expert_adapters
 from sft_play.runs.files import read_json
-from sft_play.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def answering(plan_run, run_worker, taught_base):
+def answering(train_run, taught_base):
     """A lora run on a base that answers: `Count to 6.` and its like."""
-    folder = plan_run(
+    folder = train_run(
         {
             "model.name": taught_base,
             "train.learning_rate": 1e-4,
@@ -38,14 +37,7 @@ def answering(plan_run, run_worker, taught_base):
             "train.generation_max_new_tokens": 24,
         }
     )
-    assert run_worker(folder) == 0
     return folder
-
-
-@pytest.fixture
-def copied(finished, tmp_path) -> RunFolder:
-    """A copy of a lora run, to change."""
-    return RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
 
 
 def typed_lines(*lines: str):
@@ -90,9 +82,9 @@ def test_eval_of_answers_that_differ_finds_their_scores_too(answering):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["lora", pytest.param("qlora", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", ["lora", long("qlora")])
 def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
-    plan_run, run_worker, taught_base, mode
+    train_run, taught_base, mode
 ):
     half_taught_away = {  # answers whose next token is often a close call
         "model.name": taught_base,
@@ -103,8 +95,7 @@ def test_eval_of_a_bfloat16_run_gives_the_answers_that_the_run_ended_with(
         "train.generation_max_new_tokens": 48,
         "train.generation_max_rows": None,
     }
-    folder = plan_run(half_taught_away)
-    assert run_worker(folder) == 0
+    folder = train_run(half_taught_away)
     after = run_json(folder)["metrics"]["after"]
     lines = (folder.evaluation / "after.jsonl").read_text().splitlines()
     evaluate_run(folder, "cpu")
@@ -151,9 +142,8 @@ def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatc
     assert replies == ["1 2 3", *chat.answer(loaded, conversation).text.splitlines()]
 
 
-def test_the_system_prompt_of_the_run_goes_before_every_question(plan_run, run_worker, monkeypatch):
-    folder = plan_run({"data.system_prompt": "Be brief.", "train.predict_with_generate": False})
-    assert run_worker(folder) == 0
+def test_the_system_prompt_of_the_run_goes_before_every_question(train_run, monkeypatch):
+    folder = train_run({"data.system_prompt": "Be brief.", "train.predict_with_generate": False})
     asked = []
     said = Answer("Yes.", was_cut=False)
     monkeypatch.setattr(chat, "answer", lambda _, messages, *__: asked.append(messages) or said)

@@ -27,12 +27,6 @@ from sft_play.runs.seal import find_damage, is_sealed, seal
 pytestmark = pytest.mark.usefixtures("opens_here")
 
 
-@pytest.fixture
-def copied(finished, tmp_path) -> RunFolder:
-    """A copy of a lora run, to change."""
-    return RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
-
-
 def logits(model, ids: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model.eval()(input_ids=ids).logits.float()
@@ -80,12 +74,11 @@ def test_a_merged_folder_is_a_plain_model_with_tokenizer_template_and_stamp(copi
 
 
 def test_a_base_in_bfloat16_is_merged_in_float32_and_stored_in_bfloat16(
-    plan_run, run_worker, tiny_base, tmp_path
+    train_run, tiny_base, tmp_path
 ):
     base = shutil.copytree(tiny_base, tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(base)
-    folder = plan_run({"model.name": base, "train.predict_with_generate": False})
-    assert run_worker(folder) == 0
+    folder = train_run({"model.name": base, "train.predict_with_generate": False})
     merge_run(folder)
     before, after = (
         load_file(base / "model.safetensors"),
@@ -364,9 +357,8 @@ def test_the_command_stores_it_in_the_type_that_is_asked_for(copied):
     ],
     ids=lambda lora: next(iter(lora)),
 )
-def test_every_kind_of_adapter_is_merged_tensor_by_tensor(plan_run, run_worker, lora):
-    folder = plan_run({f"tuning.lora.{name}": value for name, value in lora.items()})
-    assert run_worker(folder) == 0
+def test_every_kind_of_adapter_is_merged_tensor_by_tensor(train_run, lora):
+    folder = train_run({f"tuning.lora.{name}": value for name, value in lora.items()})
     line, published = merge_run(folder)
     assert "(tensor by tensor" in published
     report = read_json(folder.path / "merge_report.json")
@@ -376,11 +368,8 @@ def test_every_kind_of_adapter_is_merged_tensor_by_tensor(plan_run, run_worker, 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["lora", "qlora"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_experts_are_merged_into_the_files_of_their_base(
-    plan_run, run_worker, base_of, model_type, mode
-):
-    folder = plan_run({"model.name": base_of(model_type, mode), "tuning.mode": mode})
-    assert run_worker(folder) == 0
+def test_experts_are_merged_into_the_files_of_their_base(train_run, base_of, model_type, mode):
+    folder = train_run({"model.name": base_of(model_type, mode), "tuning.mode": mode})
     merge_run(folder)
     base = load_file(base_of(model_type, mode) / "model.safetensors")
     merged = load_file(folder.path / "merged" / "model.safetensors")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tiny_models import tiny_model
+from tiny_models import move_trained, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -38,11 +38,7 @@ def saved_adapter(model_type: str, folder: Path, **changes: list[int]) -> tuple[
     sections = {"model": {"name": str(folder / "base")}, "tuning": {"lora": {"r": 3, "alpha": 5}}}
     config = Config.model_validate(sections)
     model = lora.add_adapters(base, config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    move_trained(model)
     model.save_pretrained(folder / "adapter")
     return config, model
 
@@ -122,7 +118,7 @@ def test_experts_that_the_base_has_in_one_tensor_are_left_so(
 
 @pytest.mark.usefixtures("opens_here")
 def test_a_run_is_exported_and_its_own_adapter_stays_as_it_was(
-    plan_run, run_worker, base_of, monkeypatch: pytest.MonkeyPatch
+    train_run, base_of, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parity, "MOST_TOKENS", 4)
     changes = {
@@ -130,8 +126,7 @@ def test_a_run_is_exported_and_its_own_adapter_stays_as_it_was(
         "tuning.lora.experts": "shared",
         "train.predict_with_generate": False,
     }
-    run = plan_run(changes, may_trace=False)
-    assert run_worker(run) == 0
+    run = train_run(changes, may_trace=False)
     own = run.path / "adapter" / "adapter_model.safetensors"
     before = own.read_bytes()
     lines = export_run(run, ExportAsked("vllm-adapter"), "cpu")

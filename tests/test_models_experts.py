@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_config, tiny_model
+from tiny_models import MODEL_TYPES, NEWER, TINY, move_trained, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -25,11 +25,7 @@ def config_of(mode: str = "lora", **options: Any) -> Config:
 def adapted(model_type: str, **options: Any) -> PeftModel:
     """Return a tiny model with adapters that do something."""
     model = lora.add_adapters(tiny_model(model_type).eval(), config_of(**options))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    move_trained(model)
     return model
 
 

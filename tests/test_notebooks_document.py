@@ -153,9 +153,8 @@ def test_without_out_nothing_is_written(tmp_path):
     ("environ", "words"),
     [
         ({}, "name a notebook: NB=notebook.ipynb"),
-        ({"OUT": "x.html"}, "OUT=converted.ipynb is a notebook, OUT=train.py a script"),
         ({"OUT": "train.py"}, "no call of trainer.train"),
-        ({"OUT": "x.yaml"}, "inference alone; a config of SFT-Play is for supervised"),
+        ({"OUT": "x.yaml"}, "OUT=x.yaml: OUT=converted.ipynb is a notebook"),
     ],
 )
 def test_what_cannot_be_made_is_refused(environ, words, tmp_path):
@@ -215,4 +214,3 @@ def test_a_very_long_sum_of_strings_is_no_trouble(tmp_path):
     )
     assert "device_map" in sources(converted(path).text)[0]
     run(NB=str(path), OUT=str(tmp_path / "train.py"))
-    run(NB=str(path), OUT=str(tmp_path / "config.yaml"), DATA="rows.jsonl")

@@ -101,6 +101,26 @@ def test_what_a_script_cannot_do_is_named(tmp_path):
     assert "cell 3: save_pretrained() stands before the end of training" in report
 
 
+@pytest.mark.parametrize(
+    ("size", "cells", "counted"),
+    [
+        ("size // 2", ("size = 4", "size = size * 2"), "4 x 3 = 12 rows"),
+        ("c['size']", ("c = {'size': 3, 'x': f()}",), "3 x 3 = 9 rows"),
+        ("c['size']", ("c = {'size': 3}", "c['size'] = 4"), "the notebook's rows"),
+        ("c['size']", ("c = {'size': 3}", "c.update(size=4)"), "the notebook's rows"),
+        ("c['size']", ("c = load()",), "the notebook's rows"),
+        ("c.size", ("class c:\n    size = 3",), "3 x 3 = 9 rows"),
+        ("c.size", ("class C:\n    size: int = 3\nc = C(size=4)",), "the notebook's rows"),
+        ("c.size", ("class C:\n    size = 3\nc = C()",), "3 x 3 = 9 rows"),
+        ("c.size", ("class c:\n    size = 3\nc.size = 4",), "the notebook's rows"),
+    ],
+)
+def test_rows_of_an_update_are_counted_where_they_are_written(size, cells, counted, tmp_path):
+    arguments = f"per_device_train_batch_size={size}, gradient_accumulation_steps=3"
+    _, report = script_of(tmp_path, LOAD, *cells, TRAIN.replace("max_steps=1", arguments))
+    assert f"an update has {counted} for each process" in report
+
+
 def test_a_converted_notebook_makes_the_same_script(tmp_path):
     from notebook_files import converted
 

@@ -83,17 +83,15 @@ def test_a_probed_run_is_the_run_that_was_not(plan_run, run_worker, changes):
     assert plan_json(probed)["probe"] == facts and "probe" not in run_json(plain)
 
 
-def test_a_resumed_run_is_probed_without_its_optimizer(plan_run, run_worker):
+def test_a_resumed_run_is_probed_without_its_optimizer(train_run):
     settings = {
         **SAME,
         "train.grad_accum": 4,
         "train.save_strategy": "steps",
         "train.save_steps": 2,
     }
-    whole = plan_run(settings)
-    assert run_worker(whole) == 0
-    resumed = plan_run({**settings, "train.resume_from": whole.checkpoints / "checkpoint-2"})
-    assert run_worker(resumed) == 0
+    whole = train_run(settings)
+    resumed = train_run({**settings, "train.resume_from": whole.checkpoints / "checkpoint-2"})
     check_same(whole, resumed)
     assert run_json(resumed)["probe"]["points"][0]["phases"].keys() == {"forward", "backward"}
 
@@ -337,7 +335,7 @@ def test_a_step_that_the_fit_took_for_too_small_gives_way_to_a_smaller_one(
 
 
 @pytest.mark.long
-def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake):
+def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake, losses_of):
     plain, folder = (
         plan_run({**FREE, "model.max_seq_len": 64, "train.packing": True, "train.probe": is_probed})
         for is_probed in (False, True)
@@ -351,7 +349,7 @@ def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake):
         and layout.micro_batches > read_plan(plain).layout.micro_batches
     )
     assert folder.read_data()["padding"] == run_json(folder)["padding"]
-    losses = [[entry["loss"] for entry in run_json(run)["loss"]] for run in (folder, plain)]
+    losses = [losses_of(run) for run in (folder, plain)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
 

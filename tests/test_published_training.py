@@ -28,7 +28,6 @@ from published_models import (
     published_model,
     write_published,
 )
-from run_files import run_json
 from safetensors.torch import load_file, save_file
 from tiny_models import MODEL_TYPES, TINY, WHOLE_BLOCKS
 
@@ -125,12 +124,11 @@ def test_every_type_trains_or_says_why_not(model_type):
         long("llama4", "lora"),
     ],
 )
-def test_what_leaves_is_what_came(model_type, mode, tokenizer, tmp_path, plan_run, run_worker):
+def test_what_leaves_is_what_came(train_run, model_type, mode, tokenizer, tmp_path):
     sizes = WHOLE_BLOCKS if mode == "qlora" else TINY
     base = write_published(model_type, tmp_path / "base", tokenizer, sizes, dtype=torch.bfloat16)
     changes = {"model.name": base, "tuning.mode": mode, "train.learning_rate": 0.01}
-    folder = plan_run({**changes, "train.reopen_saved": True}, may_trace=False)
-    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    folder = train_run({**changes, "train.reopen_saved": True}, may_trace=False)
     saved = folder.weights(mode)
     if mode != "full":
         assert names_vllm_reads(model_type, load_file(saved / "adapter_model.safetensors"))
@@ -155,22 +153,18 @@ def test_what_leaves_is_what_came(model_type, mode, tokenizer, tmp_path, plan_ru
     assert old == new
 
 
-@pytest.mark.parametrize(
-    "model_type", ["mistral3", pytest.param("qwen3_5_moe", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("model_type", ["mistral3", long("qwen3_5_moe")])
 def test_a_resumed_run_reads_weights_that_are_saved_under_other_names(
-    model_type, tokenizer, tmp_path, plan_run, run_worker
+    train_run, model_type, tokenizer, tmp_path
 ):
     base = write_published(model_type, tmp_path / "base", tokenizer)
     changes = {"model.name": base, "tuning.mode": "full", "train.learning_rate": 0.01}
     changes |= {"train.max_steps": 4, "train.save_strategy": "steps", "train.save_steps": 2}
-    whole = plan_run({**changes, "train.reopen_saved": False}, may_trace=False)
-    assert run_worker(whole) == 0, run_json(whole)["cause"]
+    whole = train_run({**changes, "train.reopen_saved": False}, may_trace=False)
     checkpoint = whole.checkpoints / "checkpoint-2"
-    again = plan_run(
+    again = train_run(
         {**changes, "train.resume_from": checkpoint, "train.reopen_saved": False}, may_trace=False
     )
-    assert run_worker(again) == 0, run_json(again)["cause"]
     for name, path in weight_files(whole.weights("full")).items():
         found = weight_files(again.weights("full"))[name]
         assert torch.equal(load_file(path)[name], load_file(found)[name]), name
@@ -186,12 +180,9 @@ def names_vllm_reads(model_type: str, tensors: dict[str, torch.Tensor]) -> bool:
     return all(name.startswith(f"base_model.model.{path}.layers.") for name in tensors)
 
 
-def test_an_adapter_with_the_text_models_names_is_dead_and_refused(
-    tokenizer, tmp_path, plan_run, run_worker
-):
+def test_an_adapter_with_the_text_models_names_is_dead_and_refused(train_run, tokenizer, tmp_path):
     base = write_published("qwen3_5", tmp_path / "base", tokenizer)
-    folder = plan_run({"model.name": base, "train.reopen_saved": False}, may_trace=False)
-    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    folder = train_run({"model.name": base, "train.reopen_saved": False}, may_trace=False)
     adapter = shutil.copytree(folder.weights("lora"), tmp_path / "adapter")
     path = adapter / "adapter_model.safetensors"
     renamed = {

@@ -138,7 +138,6 @@ NOT_RUN = {
         "make install TORCH=cu130",
         "make install-unsloth",
         "make install-gguf",
-        "make install-quantize",
         "docker build -t sft-play .",
         "docker build -t sft-play --build-arg TORCH=cpu .",
         "docker run --rm -it --gpus all --ipc=host "

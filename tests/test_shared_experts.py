@@ -5,9 +5,8 @@ from types import MethodType
 import pytest
 import torch
 from peft import PeftModel
-from run_files import run_json
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_model
+from tiny_models import move_trained, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -33,11 +32,7 @@ def adapted(model_type: str, experts: str = "shared", seed: int = 1) -> PeftMode
     section = {"r": RANK, "experts": experts}
     config = Config.model_validate({"tuning": {"mode": "lora", "lora": section}})
     model = lora.add_adapters(tiny_model(model_type).eval(), config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    move_trained(model, seed)
     return model
 
 
@@ -137,7 +132,7 @@ def test_what_is_published_is_read_back_and_experts_that_differ_are_refused(tmp_
 
 
 @pytest.fixture(scope="module")
-def run(plan_run, run_worker, base_of):
+def run(train_run, base_of):
     """A finished run of a mixture whose experts share adapters, with checkpoints at each step."""
     changes = {
         "model.name": base_of("qwen3_moe"),
@@ -148,14 +143,13 @@ def run(plan_run, run_worker, base_of):
         "train.save_steps": 2,
         "train.predict_with_generate": False,
     }
-    folder = plan_run(changes, may_trace=False)
-    assert run_worker(folder) == 0
+    folder = train_run(changes, may_trace=False)
     return changes, folder
 
 
-def test_plain_peft_opens_what_a_run_with_shared_adapters_has_trained(run):
+def test_plain_peft_opens_what_a_run_with_shared_adapters_has_trained(run, losses_of):
     changes, folder = run
-    losses = [entry["loss"] for entry in run_json(folder)["loss"]]
+    losses = losses_of(folder)
     assert losses[-1] < losses[0] - 0.1, "nothing was learned"
     base = AutoModelForCausalLM.from_pretrained(changes["model.name"], dtype=torch.float32)
     plain = PeftModel.from_pretrained(base, folder.path / "adapter").eval()
@@ -170,15 +164,14 @@ def test_plain_peft_opens_what_a_run_with_shared_adapters_has_trained(run):
             assert not torch.allclose(plain(input_ids=IDS).logits, expected, atol=0.05)
 
 
-def test_a_run_with_shared_adapters_resumes_as_if_it_had_not_stopped(run, plan_run, run_worker):
+def test_a_run_with_shared_adapters_resumes_as_if_it_had_not_stopped(train_run, run):
     changes, folder = run
     checkpoint = folder.checkpoints / "checkpoint-2"
     state = torch.load(checkpoint / "optimizer.pt", weights_only=True)["state"].values()
     largest = max(moments["exp_avg"].numel() for moments in state)
     published = load_file(checkpoint / "adapter_model.safetensors").values()
     assert largest < max(tensor.numel() for tensor in published), "the optimizer's is expanded"
-    resumed = plan_run({**changes, "train.resume_from": checkpoint}, may_trace=False)
-    assert run_worker(resumed) == 0
+    resumed = train_run({**changes, "train.resume_from": checkpoint}, may_trace=False)
     whole, again = (
         load_file(each.path / "adapter" / "adapter_model.safetensors") for each in (folder, resumed)
     )

@@ -153,7 +153,7 @@ def wait_until(is_so: Callable[[], bool], running: subprocess.Popen, log: Path) 
 
 
 @pytest.mark.faults
-def test_a_job_that_is_stopped_before_its_limit_is_queued_again_and_goes_on(cluster):
+def test_a_job_that_is_stopped_before_its_limit_is_queued_again_and_goes_on(cluster, losses_of):
     path, environ = cluster
     first = start(path, environ, restart=0)
     log = path.with_name("job-0.log")
@@ -176,7 +176,7 @@ def test_a_job_that_is_stopped_before_its_limit_is_queued_again_and_goes_on(clus
     log = path.with_name("job-1.log")
     assert second.wait(SECONDS) == 0, log.read_text()[-3000:]
     assert run_json(runs[1])["global_step"] == stopped["global_step"] + 2
-    losses = [[entry["loss"] for entry in run_json(run)["loss"]] for run in runs]
+    losses = [losses_of(run) for run in runs]
     assert losses[1][: stopped["global_step"]] == losses[0]
 
 

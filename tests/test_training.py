@@ -124,10 +124,9 @@ def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
 
 
 @pytest.mark.parametrize("schedule", [long("linear"), "cosine", "constant", "inverse_sqrt"])
-def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
+def test_a_warm_up_begins_at_its_first_fraction(train_run, schedule):
     changes = {"train.lr_scheduler_type": schedule, "train.warmup_steps": 4, "train.max_steps": 6}
-    folder = plan_run({**changes, "train.predict_with_generate": False})
-    assert run_worker(folder) == 0
+    folder = train_run({**changes, "train.predict_with_generate": False})
     logged = [line.values for line in metrics.read(folder.metrics).lines]
     rates = [values["learning_rate"] for values in logged if "learning_rate" in values]
     begun = [1.0] * 4 if schedule == "constant" else [0.25, 0.5, 0.75, 1.0]
@@ -135,10 +134,9 @@ def test_a_warm_up_begins_at_its_first_fraction(plan_run, run_worker, schedule):
     assert rates[4] == pytest.approx(0.01) and rates[5] <= rates[4]
 
 
-def test_losses_and_scores_are_written_for_tensorboard(plan_run, run_worker, losses_of):
+def test_losses_and_scores_are_written_for_tensorboard(train_run, losses_of):
     scored = {"train.eval_steps": 2, "train.predict_with_generate": True}
-    folder = plan_run({"train.eval_strategy": "steps", **scored})
-    assert run_worker(folder) == 0
+    folder = train_run({"train.eval_strategy": "steps", **scored})
     events = EventAccumulator(str(folder.tensorboard))
     events.Reload()
     tags = set(events.Tags()["scalars"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from namespaces import CONTAINER, ROOT, needs_namespaces
 from rank_processes import train_on_two
-from run_files import plan_json, run_json
+from run_files import plan_json
 
 from sft_play.errors import EnvironmentFault
 from sft_play.process import Process
@@ -144,7 +144,9 @@ def test_the_json_in_force_is_said_once_and_its_digest_is_kept(plan_run, tmp_pat
 
 
 @pytest.mark.long
-def test_an_offloaded_optimizer_trains_as_one_that_is_not(plan_run, tmp_path, monkeypatch):
+def test_an_offloaded_optimizer_trains_as_one_that_is_not(
+    plan_run, tmp_path, monkeypatch, losses_of
+):
     """The first time on a machine it is compiled, for minutes; a lock that was left is no matter."""
     monkeypatch.setattr("rank_processes.SECONDS", 1800)
     cache = Path(os.environ.get("TORCH_EXTENSIONS_DIR", tmp_path))
@@ -157,6 +159,6 @@ def test_an_offloaded_optimizer_trains_as_one_that_is_not(plan_run, tmp_path, mo
     assert f"{lock} was left by a run that was killed" in log
     assert "was left" not in (offloaded.logs / "rank-1.log").read_text()
     plain = trained(plan_run, None, cache)
-    losses = [[entry["loss"] for entry in run_json(run)["loss"]] for run in (offloaded, plain)]
+    losses = [losses_of(run) for run in (offloaded, plain)]
     assert len(losses[0]) == 4 and losses[0][0] > losses[0][-1]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)

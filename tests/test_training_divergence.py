@@ -124,11 +124,8 @@ def test_an_adapter_that_does_not_learn_stops_the_run_and_is_named(plan_run, run
     assert report["global_step"] == 9
 
 
-def test_an_adapter_that_does_not_learn_is_only_named_where_that_is_asked(
-    plan_run, run_worker, deaf_base
-):
-    folder = plan_run(DEAF | {"model.name": deaf_base, "train.on_untrained": "warn"})
-    assert run_worker(folder) == 0
+def test_an_adapter_that_does_not_learn_is_only_named_where_that_is_asked(train_run, deaf_base):
+    folder = train_run(DEAF | {"model.name": deaf_base, "train.on_untrained": "warn"})
     log = (folder.logs / "rank-0.log").read_text()
     assert "warning: model.layers.1.self_attn.q_proj: to be trained, and no gradient" in log
 
@@ -168,11 +165,10 @@ def rate_jumps(monkeypatch):
 
 @pytest.mark.parametrize("steps, found", [(40, "since step"), long(9, "at the end, step 9")])
 def test_a_tail_that_diverges_ends_training_and_the_best_weights_are_published(
-    plan_run, run_worker, rate_jumps, steps, found
+    train_run, rate_jumps, steps, found
 ):
     rate_jumps(5)
-    folder = plan_run({**BEST, "train.max_steps": steps})
-    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    folder = train_run({**BEST, "train.max_steps": steps})
     report = run_json(folder)
     best, warning, after = report["best"], report["warning"], report["metrics"]["after"]
     assert best["step"] == 4 and report["global_step"] < 30 and report["status"] == "done"
@@ -220,12 +216,11 @@ def test_the_best_weights_of_a_diverged_run_are_published_only_where_they_are_be
 
 
 def test_a_loss_that_is_nan_after_the_best_weights_ends_training_and_they_are_published(
-    plan_run, run_worker, monkeypatch
+    train_run, monkeypatch
 ):
     monkeypatch.setattr(TrainingLoop, "compute_loss", TrainingLoop.compute_loss)
     poison({6})
-    folder = plan_run(BEST)
-    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    folder = train_run(BEST)
     report = run_json(folder)
     assert (report["global_step"], report["best"]["step"]) == (6, 4)
     assert report["warning"].startswith("loss=nan at step 6: the run has diverged; try ")
@@ -246,10 +241,9 @@ def test_a_run_whose_weights_stay_as_they_were_does_not_end_green(plan_run, run_
     assert not (folder.path / "adapter").exists() and not (folder.path / "model").exists()
 
 
-def test_a_run_of_one_step_trains_and_says_that_its_warm_up_is_longer(plan_run, run_worker):
+def test_a_run_of_one_step_trains_and_says_that_its_warm_up_is_longer(train_run):
     schedule = {"train.lr_scheduler_type": "linear", "train.warmup_steps": 1000}
-    folder = plan_run({**schedule, "train.epochs": 0.05, "train.max_steps": None})
-    assert run_worker(folder) == 0
+    folder = train_run({**schedule, "train.epochs": 0.05, "train.max_steps": None})
     report = run_json(folder)
     assert report["global_step"] == 1
     scores = report["metrics"]

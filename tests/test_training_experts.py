@@ -121,14 +121,13 @@ def test_evaluations_leave_the_load_balancing_loss_alone():
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
-def test_a_run_reports_its_experts_and_its_balance(base_of, plan_run, run_worker, mode):
+def test_a_run_reports_its_experts_and_its_balance(train_run, base_of, mode):
     settings = {
         "model.name": base_of("mixtral", mode),
         "tuning.mode": mode,
         "train.router_aux_loss_coef": 0.01,
     }
-    folder = plan_run(settings)
-    assert run_worker(folder) == 0
+    folder = train_run(settings)
     report = folder.read_report()
     assert (report.experts.layers, report.experts.experts) == (2, 12)
     assert all(step.router_aux_loss > 0 for step in report.history if step.loss is not None)

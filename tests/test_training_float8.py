@@ -26,10 +26,9 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def float8_run(plan_run, run_worker, taught_base):
+def float8_run(train_run, taught_base):
     """A finished run of three steps, not to change."""
-    folder = plan_run({**SETTINGS, "model.name": taught_base, "train.reopen_saved": True})
-    assert run_worker(folder) == 0, run_json(folder)["cause"]
+    folder = train_run({**SETTINGS, "model.name": taught_base, "train.reopen_saved": True})
     return folder
 
 
@@ -46,17 +45,14 @@ def test_eval_scores_a_float8_run_as_training_did(float8_run):
     assert f"eval_loss={expected:.4f}" in done.output
 
 
-def test_a_resumed_float8_run_ends_with_the_same_adapter(
-    float8_run, plan_run, run_worker, taught_base
-):
-    resumed = plan_run(
+def test_a_resumed_float8_run_ends_with_the_same_adapter(train_run, float8_run, taught_base):
+    resumed = train_run(
         {
             **SETTINGS,
             "model.name": taught_base,
             "train.resume_from": float8_run.checkpoints / "checkpoint-2",
         }
     )
-    assert run_worker(resumed) == 0, run_json(resumed)["cause"]
     expected, found = adapter(float8_run), adapter(resumed)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

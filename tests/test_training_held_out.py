@@ -16,12 +16,11 @@ ENDS = ("before.jsonl", "after.jsonl", "before.losses.jsonl", "after.losses.json
 
 
 @pytest.fixture
-def hurried(monkeypatch, plan_run, run_worker):
+def hurried(train_run, monkeypatch):
     """A finished run in which no evaluation is free: its few steps leave time for some rows."""
     monkeypatch.setattr(held_out, "FREE_SECONDS", 0.0)
     budget = {"train.eval_time_budget": 0.01, "train.predict_with_generate": True}
-    folder = plan_run({"train.max_steps": 2, **budget})
-    assert run_worker(folder) == 0
+    folder = train_run({"train.max_steps": 2, **budget})
     return folder
 
 
@@ -43,11 +42,10 @@ def test_a_sample_is_scored_before_and_after_training_if_all_rows_would_take_too
     assert loss.after.rows == rows
 
 
-def test_all_rows_are_scored_without_a_budget(monkeypatch, plan_run, run_worker):
+def test_all_rows_are_scored_without_a_budget(train_run, monkeypatch):
     monkeypatch.setattr(held_out, "FREE_SECONDS", 0.0)
     budget = {"train.eval_time_budget": None, "train.predict_with_generate": True}
-    folder = plan_run({"train.max_steps": 1, **budget})
-    assert run_worker(folder) == 0
+    folder = train_run({"train.max_steps": 1, **budget})
     scored = run_json(folder)["metrics"]["after"]
     all_rows = folder.read_report().rows("validation")["samples"]
     assert (scored["rows"], scored["answers"]) == (all_rows, 4)

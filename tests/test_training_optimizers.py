@@ -12,7 +12,6 @@ from sft_play.models.optimizers import OPTIMIZERS, hidden_matrices
 from sft_play.plan.memory import step_bytes
 from sft_play.plan.run_plan import PlannedRun
 
-NEW = ("muon", "adafactor", "lion", "lion_8bit")
 FULL = {
     "tuning.mode": "full",
     "train.learning_rate": 1e-3,
@@ -43,65 +42,51 @@ def largest_difference(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor
         long("adafactor", "float32"),
     ],
 )
-def test_a_resumed_run_ends_with_the_same_bits(optim, dtype, plan_run, run_worker):
+def test_a_resumed_run_ends_with_the_same_bits(train_run, optim, dtype):
     settings = {**FULL, **SAVED, "train.optim": optim, "model.dtype": dtype}
-    whole = plan_run(settings)
-    assert run_worker(whole) == 0
-    resumed = plan_run({**settings, "train.resume_from": whole.checkpoints / "checkpoint-2"})
-    assert run_worker(resumed) == 0
+    whole = train_run(settings)
+    resumed = train_run({**settings, "train.resume_from": whole.checkpoints / "checkpoint-2"})
     assert largest_difference(weights(whole), weights(resumed)) == 0
     losses = run_json(whole)["loss"]
     assert losses[-1]["loss"] < losses[0]["loss"]
 
 
-@pytest.mark.parametrize("optim", ["muon", long("adafactor")])
-def test_two_ranks_train_what_one_does(optim, plan_run, run_worker):
-    settings = {**FULL, "train.optim": optim, "train.batch_size": 1, "train.grad_accum": "auto"}
-    settings |= {"train.effective_batch_size": 4, "train.max_steps": 3}
-    alone, together = plan_run(settings), plan_run(settings, num_gpus=2)
-    assert run_worker(alone) == 0
-    train_on_two(together)
-    assert run_json(together)["strategy"] == "ddp"
-    one, two = ([entry["loss"] for entry in run_json(run)["loss"]] for run in (alone, together))
-    assert two == pytest.approx(one, rel=1e-3)
-    assert largest_difference(weights(alone), weights(together)) < 2e-4
+LIMITED = {"train.max_grad_norm": 1.0}
+DIVIDED = {"tuning.mode": "lora", "train.strategy": "fsdp"}
 
 
-@pytest.mark.parametrize(("optim", "stage"), [("lion", 2), long("lion", 3), long("lion_8bit", 2)])
-def test_lion_under_deepspeed_trains_what_one_process_does(optim, stage, plan_run, run_worker):
-    settings = {**FULL, "train.optim": optim, "train.batch_size": 1, "train.grad_accum": "auto"}
-    settings |= {"train.effective_batch_size": 4, "train.max_steps": 3, "train.max_grad_norm": 1.0}
-    config = f"configs/deepspeed_zero{stage}.json"
-    alone, together = plan_run(settings), plan_run(settings, 2, config)
-    assert run_worker(alone) == 0
-    train_on_two(together)
-    assert run_json(together)["engine"] == "DeepSpeedEngine"
-    one, two = ([entry["loss"] for entry in run_json(run)["loss"]] for run in (alone, together))
-    assert two == pytest.approx(one, rel=1e-3)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("optim", ["adafactor", "lion"])
-def test_adapters_over_a_base_that_fsdp_divides_train_as_on_one_process(
-    optim, plan_run, run_worker
+@pytest.mark.parametrize(
+    ("strategy", "optim", "changes", "stage"),
+    [
+        ("ddp", "muon", {}, None),
+        long("ddp", "adafactor", {}, None),
+        ("deepspeed", "lion", LIMITED, 2),
+        long("deepspeed", "lion", LIMITED, 3),
+        long("deepspeed", "lion_8bit", LIMITED, 2),
+        long("fsdp", "adafactor", DIVIDED, None),
+        long("fsdp", "lion", DIVIDED, None),
+    ],
+)
+def test_two_ranks_train_what_one_does(
+    strategy, optim, changes, stage, plan_run, train_run, losses_of
 ):
-    settings = {**FULL, "tuning.mode": "lora", "train.optim": optim, "train.batch_size": 1}
-    settings |= {"train.grad_accum": "auto", "train.effective_batch_size": 4}
-    alone = plan_run(settings)
-    together = plan_run({**settings, "train.strategy": "fsdp"}, num_gpus=2)
-    assert run_worker(alone) == 0
+    settings = {**FULL, "train.optim": optim, "train.batch_size": 1, "train.grad_accum": "auto"}
+    settings |= {"train.effective_batch_size": 4, "train.max_steps": 3, **changes}
+    zero = stage and f"configs/deepspeed_zero{stage}.json"
+    together = plan_run(settings, 2, zero)
     train_on_two(together)
-    assert run_json(together)["strategy"] == "fsdp"
-    one, two = ([entry["loss"] for entry in run_json(run)["loss"]] for run in (alone, together))
-    assert two == pytest.approx(one, rel=1e-3)
+    assert run_json(together)["strategy"] == strategy
+    alone = train_run({**settings, "train.strategy": "auto"})
+    assert losses_of(together) == pytest.approx(losses_of(alone), rel=1e-3)
+    if strategy == "ddp":
+        assert largest_difference(weights(alone), weights(together)) < 2e-4
 
 
-def test_the_best_checkpoint_of_muon_is_scored_and_saved(plan_run, run_worker):
+def test_the_best_checkpoint_of_muon_is_scored_and_saved(train_run):
     best = {"train.load_best_model_at_end": True, "train.save_strategy": "steps"}
     steps = {"train.eval_strategy": "steps", "train.eval_steps": 1, "train.save_steps": 1}
     rising = {"train.learning_rate": 0.5, "train.lr_scheduler_type": "constant"}
-    folder = plan_run({**FULL, **best, **steps, **rising, "train.optim": "muon"})
-    assert run_worker(folder) == 0
+    folder = train_run({**FULL, **best, **steps, **rising, "train.optim": "muon"})
     report = run_json(folder)
     step = report["best"]["step"]
     assert step < 3

@@ -31,9 +31,9 @@ EPOCHS = {
 
 
 @pytest.fixture(scope="module")
-def whole(plan_run, run_worker):
+def whole(train_run):
     """Six steps over two epochs in one go, with dropout, and a checkpoint at each."""
-    folder = plan_run(
+    folder = train_run(
         {
             **EPOCHS,
             "tuning.lora.dropout": 0.1,
@@ -42,7 +42,6 @@ def whole(plan_run, run_worker):
             "train.save_total_limit": None,
         }
     )
-    assert run_worker(folder) == 0
     return folder
 
 
@@ -89,11 +88,10 @@ def test_every_checkpoint_has_a_stamp_and_none_has_the_arguments_with_the_hub_to
     assert not list(whole.path.rglob("training_args.bin"))
 
 
-def test_old_checkpoints_go_and_those_that_stay_are_complete(plan_run, run_worker):
-    folder = plan_run(
+def test_old_checkpoints_go_and_those_that_stay_are_complete(train_run):
+    folder = train_run(
         {"train.save_strategy": "steps", "train.save_steps": 1, "train.save_total_limit": 2}
     )
-    assert run_worker(folder) == 0
     assert sorted(path.name for path in folder.checkpoints.iterdir()) == [
         "checkpoint-2",
         "checkpoint-3",
@@ -138,14 +136,10 @@ def test_a_resumed_run_logs_and_saves_as_its_own_settings_say(whole, resumed, ru
     assert [entry["step"] for entry in run_json(folder)["loss"]] == [1, 2, 4, 6]
 
 
-def test_a_run_that_ended_in_the_middle_of_an_epoch_takes_no_step_more_when_resumed(
-    plan_run, run_worker
-):
+def test_a_run_that_ended_in_the_middle_of_an_epoch_takes_no_step_more_when_resumed(train_run):
     steps = {"train.max_steps": 2, "train.lr_scheduler_type": "constant"}
-    ended = plan_run({**steps, "train.save_strategy": "steps", "train.save_steps": 2})
-    assert run_worker(ended) == 0
-    again = plan_run({**steps, "train.resume_from": ended.checkpoints / "checkpoint-2"})
-    assert run_worker(again) == 0
+    ended = train_run({**steps, "train.save_strategy": "steps", "train.save_steps": 2})
+    again = train_run({**steps, "train.resume_from": ended.checkpoints / "checkpoint-2"})
     assert run_json(again)["global_step"] == 2
     name = "adapter_model.safetensors"
     trained = (again.weights("lora") / name).read_bytes()
@@ -301,7 +295,7 @@ def test_rows_that_changed_since_are_refused_before_the_launch(whole, other_rows
 
 @pytest.mark.parametrize("kwargs", [{}, {"tone": "calm"}])
 def test_a_template_that_was_edited_is_named_and_the_remedy_works(
-    plan_run, run_worker, tmp_path, tiny_base, kwargs
+    train_run, plan_run, run_worker, tmp_path, tiny_base, kwargs
 ):
     file = tmp_path / "mine.jinja"
     own = (tiny_base / "chat_template.jinja").read_text()
@@ -318,12 +312,10 @@ def test_a_template_that_was_edited_is_named_and_the_remedy_works(
     cause = run_json(refused)["cause"]
     assert f"({file}) has changed since" in cause and "ALLOW_BACKEND" not in cause
     remedy = re.search(r"MODEL_CHAT_TEMPLATE=(\S+) resumes", cause)[1]
-    resumed = plan_run({**again, "model.chat_template": remedy})
-    assert run_worker(resumed) == 0
+    resumed = train_run({**again, "model.chat_template": remedy})
     assert run_json(resumed)["metrics"]["before"] == before, "the base's, not step 1's"
     (first.path / "run.json").unlink()
-    alone = plan_run({**again, "model.chat_template": remedy})
-    assert run_worker(alone) == 0
+    alone = train_run({**again, "model.chat_template": remedy})
     assert {*run_json(alone)["metrics"]} == {"resumed", "after"}
 
 

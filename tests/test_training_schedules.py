@@ -72,7 +72,7 @@ def test_each_step_has_the_rate_of_transformers(
     assert len(set(found)) > 1
 
 
-def test_a_resumed_run_continues_the_schedule_exactly(plan_run, run_worker, weights_of):
+def test_a_resumed_run_continues_the_schedule_exactly(train_run, plan_run, run_worker, weights_of):
     """In one go, and from a checkpoint in the middle of the decay."""
     settings = {
         **QUIET,
@@ -82,10 +82,8 @@ def test_a_resumed_run_continues_the_schedule_exactly(plan_run, run_worker, weig
         "train.save_strategy": "steps",
         "train.save_steps": 10,
     }
-    whole = plan_run(settings)
-    assert run_worker(whole) == 0
-    resumed = plan_run({**settings, "train.resume_from": whole.checkpoints / "checkpoint-10"})
-    assert run_worker(resumed) == 0
+    whole = train_run(settings)
+    resumed = train_run({**settings, "train.resume_from": whole.checkpoints / "checkpoint-10"})
     assert logged_rates(resumed) == logged_rates(whole)
     assert weights_of(resumed) == weights_of(whole)
     other = {"train.lr_scheduler_kwargs": "{num_decay_steps: 2}"}

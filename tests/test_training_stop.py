@@ -173,7 +173,9 @@ def send_at(folder: RunFolder, text: str, number: int) -> threading.Thread:
 
 
 @pytest.mark.parametrize("strategy", [long("no"), "epoch"])
-def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy, losses_of):
+def test_a_stopped_run_says_so_and_can_be_resumed(
+    train_run, plan_run, run_worker, strategy, losses_of
+):
     folder = plan_run(
         {"train.max_steps": 300, "train.save_strategy": strategy, "train.eval_strategy": strategy}
     )
@@ -189,8 +191,7 @@ def test_a_stopped_run_says_so_and_can_be_resumed(plan_run, run_worker, strategy
     assert "after" not in report["metrics"] and [entry["step"] for entry in report["loss"]] == list(
         range(1, step + 1)
     )
-    again = plan_run({"train.max_steps": step + 2, "train.resume_from": folder.path})
-    assert run_worker(again) == 0
+    again = train_run({"train.max_steps": step + 2, "train.resume_from": folder.path})
     assert losses_of(again)[:step] == losses_of(folder) and len(losses_of(again)) == step + 2
 
 

@@ -1,6 +1,5 @@
 """`make watch`: what it shows of a run that continues, has ended, or was killed, and how it is left."""
 
-import json
 import os
 import pty
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from report_folders import DONE, run_folder
-from run_files import GONE, write_holder
+from run_files import GONE, run_json, write_holder
 
 from sft_play.commands import runs as watching
 from sft_play.commands.call import Call
@@ -258,7 +257,7 @@ def test_ctrl_c_gives_the_terminal_back_and_leaves_the_run_alone(tmp_path):
 def test_a_real_run_writes_what_is_watched(finished):
     folder = finished("lora")
     run = RunFacts.read(folder)
-    logged = {entry["step"]: entry["loss"] for entry in json_of(folder)["loss"]}
+    logged = {entry["step"]: entry["loss"] for entry in run_json(folder)["loss"]}
     assert {step: pytest.approx(loss, rel=1e-5) for step, loss in logged.items()} == dict(
         run.logged("loss")
     )
@@ -267,7 +266,3 @@ def test_a_real_run_writes_what_is_watched(finished):
     answers = [line.answers for line in run.lines if line.answers][-1]
     assert len(answers) == 3 and all(answer.expected for answer in answers)
     assert frame(run)[1].startswith("step   3/3 ")
-
-
-def json_of(folder: RunFolder) -> dict:
-    return json.loads((folder.path / "run.json").read_text())

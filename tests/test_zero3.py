@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import run_two_workers
+from marks import long
+from rank_processes import train_on_two
 from run_files import run_json
-from safetensors.torch import load_file
+from test_fsdp import saved
 
 from sft_play.runs.folder import RunFolder
 
@@ -52,18 +53,11 @@ def finished(plan_run, taught_base, tmp_path_factory) -> Finished:
             settings = {**SETTINGS, "model.name": base, "tuning.mode": mode, **settings}
             zero = str(path) if engine == "zero3" else None
             folder = plan_run(settings, num_gpus=2, deepspeed_config=zero)
-            assert run_two_workers(folder) == [0, 0], (folder.path / "output.txt").read_text()[
-                -3000:
-            ]
+            train_on_two(folder)
             runs[key] = folder
         return runs[key]
 
     return run
-
-
-def saved(folder: RunFolder, mode: str) -> dict[str, torch.Tensor]:
-    (path,) = folder.weights(mode).glob("*.safetensors")
-    return load_file(path)
 
 
 def check_alike(one: RunFolder, two: RunFolder, mode: str, tolerance: float) -> None:
@@ -79,7 +73,7 @@ def check_alike(one: RunFolder, two: RunFolder, mode: str, tolerance: float) -> 
     torch.testing.assert_close(saved(two, mode), saved(one, mode), rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("checkpointing", [False, long(True)])
 def test_fused_adapters_train_as_under_ddp(finished: Finished, checkpointing: bool) -> None:
     changes = {"gradient_checkpointing": checkpointing}
     ddp, zero = (finished(engine, "lora", **changes) for engine in ("ddp", "zero3"))
@@ -116,12 +110,14 @@ def test_the_loss_of_a_trained_head_is_fused(finished: Finished) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_a_resumed_run_is_the_one_that_never_stopped(finished: Finished, mode: str) -> None:
+def test_a_resumed_run_is_the_one_that_never_stopped(
+    finished: Finished, mode: str, losses_of
+) -> None:
     changes = {"gradient_checkpointing": False} if mode == "lora" else {}
     whole = finished("zero3", mode, **changes)
     checkpoint = whole.checkpoints / "checkpoint-3"
     again = finished("zero3", mode, resume_from=checkpoint, **changes)
-    losses = [[entry["loss"] for entry in run_json(run)["loss"]] for run in (whole, again)]
+    losses = [losses_of(run) for run in (whole, again)]
     assert len(losses[0]) == 4
     assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-6)
     torch.testing.assert_close(saved(again, mode), saved(whole, mode), rtol=0, atol=1e-6)

@@ -150,6 +150,15 @@ def with_adapters(model: nn.Module, **options: Any) -> PeftModel:
 
 
 @torch.no_grad()
+def move_trained(model: nn.Module, seed: int = 1) -> None:
+    """Move the trained weights, so that adapters do something."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+@torch.no_grad()
 def draw_weights(model: nn.Module) -> None:
     """Draw all weights, away from the values that would hide a mistake.
 

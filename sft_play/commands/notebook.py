@@ -1,19 +1,17 @@
 """`make convert-notebook` and `make check-notebook`. Loads no torch."""
 
-import tempfile
 from pathlib import Path
 
 from sft_play.commands.call import Call, write_out
-from sft_play.config import loader
 from sft_play.errors import ConfigError
-from sft_play.notebooks import checklist, settings
+from sft_play.notebooks import checklist
 from sft_play.notebooks import document as documents
 from sft_play.notebooks import script as scripts
 from sft_play.notebooks.convert import convert
 from sft_play.notebooks.document import Document
 from sft_play.notebooks.recognize import Notebook
 
-FORMS = "OUT=converted.ipynb is a notebook, OUT=train.py a script, OUT=config.yaml a config"
+FORMS = "OUT=converted.ipynb is a notebook, OUT=train.py a script"
 
 
 def convert_notebook(call: Call) -> list[str]:
@@ -28,10 +26,6 @@ def convert_notebook(call: Call) -> list[str]:
     if suffix == ".py":
         text, report = scripts.export(document, out)
         end = [f"wrote {out}", f"next torchrun --nproc_per_node=2 {out}"]
-    elif suffix in (".yaml", ".yml"):
-        text, report = settings.export(document, call.words.text("DATA"))
-        _refuse_no_config(text, document, out)
-        end = [f"wrote {out}", f"next make plan CONFIG={out}"]
     elif suffix == ".ipynb":
         made = convert(document)
         text, report = made.text, made.report
@@ -63,19 +57,6 @@ def check_notebook(call: Call) -> tuple[list[str], bool]:
     score = f"{met} of {len(points)} points"
     lines = [_title(first), *(point.line() for point in points), score]
     return lines, all(point.is_met for point in points[:-1])
-
-
-def _refuse_no_config(text: str, document: Document, out: Path) -> None:
-    """Raise ConfigError for the text of a config with a setting that no run can have."""
-    with tempfile.TemporaryDirectory() as folder:
-        draft = Path(folder) / out.name
-        draft.write_text(text, encoding="utf-8")
-        try:
-            loader.load(str(draft))
-        except ConfigError as error:
-            problems = str(error).replace(str(draft), str(out))
-            said = f"NB={document.path}: no run can have all its settings; nothing was written"
-            raise ConfigError(f"{said}:\n{problems}") from None
 
 
 def _document(call: Call) -> Document:

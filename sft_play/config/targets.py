@@ -54,7 +54,7 @@ setup-accelerate: run GPUS
 memory-check runs: outputs
 doctor: outputs NUM_GPUS
 init: settings machine GPUS OUT FROM OVERWRITE
-convert-notebook: NB OUT DATA OVERWRITE
+convert-notebook: NB OUT OVERWRITE
 check-notebook: NB
 tensorboard tb-stop: outputs TB_PORT
 watch report: outputs RUN
@@ -73,7 +73,7 @@ bench-scaling: WORKS GPUS STRATEGIES STEPS SECONDS
 test-faults: ROWS COUNT
 test-newest: TRANSFORMERS
 test-gguf: LLAMA_CPP
-schema gpu-info install-unsloth install-gguf install-quantize embedded bench-data lint docs:
+schema gpu-info install-unsloth install-gguf embedded bench-data lint docs:
 test test-fast test-long test-architectures test-gpu:
 """
 
@@ -271,7 +271,7 @@ def as_installed(text: str) -> str:
     "pip install 'sft-play[gguf]', then sft-play export RUN=a"
     """
     text = text.replace("make help", "sft-play --help")
-    text = re.sub(r"\bmake install-(gguf|quantize|unsloth)\b", r"pip install 'sft-play[\1]'", text)
+    text = re.sub(r"\bmake install-(gguf|unsloth)\b", r"pip install 'sft-play[\1]'", text)
     return re.sub(rf"\bmake (?=({'|'.join(READS)})\b)(?!install)", "sft-play ", text)
 
 

@@ -25,7 +25,7 @@ def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
 
     Raises: ConfigError for a run that cannot be exported this way, and for a target with anything
     but an earlier export of this format; CheckpointError for files that differ from the evaluated
-    model; EnvironmentFault without llama.cpp or llm-compressor.
+    model; EnvironmentFault without llama.cpp.
     """
     target = Target(asked.target(folder), f"export {asked.format}", asked.out is not None)
     with target.staged() as work:

@@ -1,27 +1,18 @@
-"""`make export FORMAT=fp8`, int4, nvfp4 or awq: files of compressed-tensors for vLLM.
+"""`make export FORMAT=fp8`, int4 or nvfp4: files of compressed-tensors for vLLM.
 
-The linear layers of the decoder are quantized, shard by shard. For awq, llm-compressor does it with
-training rows and in a separate process (`calibrate_awq`): it needs another compressed-tensors.
-Embeddings, head, norms and routers are unchanged. The folder is opened with only transformers and
-compressed-tensors, and scored on test rows. Files that lose too much of the run's gain are not
-published.
+The linear layers of the decoder are quantized, shard by shard. Embeddings, head, norms and routers
+are unchanged. The folder is opened with only transformers and compressed-tensors, and scored on
+test rows. Files that lose too much of the run's gain are not published.
 
 Legend: O outputs of a linear layer, I its inputs, G numbers that share a scale.
 """
 
-import importlib.util
 import math
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
 
 import numpy as np
 import torch
@@ -34,17 +25,15 @@ from compressed_tensors.quantization import (
 from torch import Tensor
 from transformers import AutoConfig
 
-from sft_play.config.loader import environment
-from sft_play.config.sections.train import Delivered
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample
-from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
+from sft_play.errors import CheckpointError, ConfigError
 from sft_play.evaluation.reference import as_tensors
 from sft_play.evaluation.reopened import Folder, Reopened, ask, reopen
 from sft_play.inference.exported import Export, Written, link_files, write_plain_model
 from sft_play.inference.improvement import Losses, interval, read_scored_rows
 from sft_play.inference.merge import merged_folder
-from sft_play.models.architecture import auto_class_of, empty_model
+from sft_play.models.architecture import empty_model
 from sft_play.models.compressed import KINDS, quantized_linears, scales_of, scheme_of
 from sft_play.models.experts import ExpertWeight, expert_weights
 from sft_play.models.shards import ShardWriter, files_in, tensors_in
@@ -54,27 +43,17 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, in a name
 EXPERT = re.compile(r"\.experts\.\d+\.\w+$")
 WEIGHTS = "*.safetensors*"  # including their index
 SHOWN_LAYERS = 3  # with the largest loss
-SCRIPT = Path(__file__).with_name("calibrate_awq.py")
-QUANTIZE = Path(sys.prefix) / "quantize"  # where make install-quantize puts llm-compressor
-CALIBRATION_ROWS = 128
-BLOCK_TOKENS = 2048  # tokens of several rows that are computed at once
 
 
 def write_compressed(export: Export, staging: Path, plain: Path) -> Written:
     """Write a folder of quantized weights.
 
     Raises: ConfigError for a model that cannot be quantized here; CheckpointError if the files
-    lose too much of the run's gain; EnvironmentFault without llm-compressor, or if it fails.
+    lose too much of the run's gain.
     """
     kind = export.asked.format
-    if kind == "awq":
-        require_llm_compressor()
     lines, found = write_plain_model(export, plain)
-    errors: dict[str, float] = {}
-    if kind == "awq":
-        calibrate(export, plain, staging)
-    else:
-        errors = compress_folder(plain, staging, kind, export.config.model.trust_remote_code)
+    errors = compress_folder(plain, staging, kind, export.config.model.trust_remote_code)
     scores = replace(score(export, staging), errors=errors)
     export.refuse(f"as {kind} it", scores.faults(), lambda: remedies(export, plain, scores))
     size = sum(path.stat().st_size for path in staging.glob("*.safetensors"))
@@ -95,65 +74,13 @@ def remedies(export: Export, plain: Path, refused: "CompressedScores") -> str:
         scores = score(export, in_8_bits)
         if not scores.faults():
             found = [f"FORMAT=fp8 {scores.losses.kept()}"]
-    if kind in get_args(Delivered) and config.train.deliver_as is None:
+    if config.train.deliver_as is None:
         found.append(f"a run with TRAIN_DELIVER_AS={kind} is trained for it")
     if refused.losses.lost > refused.losses.gain:
         found.append("a longer run (TRAIN_EPOCHS) may improve more than rounding costs")
     if (publishing := refused.publishing_gain) is not None:
         found.append(f"EXPORT_MIN_GAIN={publishing:.2f} publishes it as it is")
     return ", ".join(found)
-
-
-def require_llm_compressor() -> None:
-    """Raise EnvironmentFault if it is not installed, before anything is merged."""
-    if not QUANTIZE.is_dir() and importlib.util.find_spec("llmcompressor") is None:
-        raise EnvironmentFault(
-            "FORMAT=awq: llm-compressor is not installed; type make install-quantize, or install "
-            "the extra: pip install 'sft-play[quantize]'"
-        )
-
-
-def calibrate(export: Export, source: Path, target: Path) -> None:
-    """Quantize a folder of plain weights with llm-compressor and training rows.
-
-    Raises: EnvironmentFault if llm-compressor fails; ConfigError for experts.
-    """
-    train = export.data.train
-    trusted = export.config.model.trust_remote_code
-    described = AutoConfig.from_pretrained(source, trust_remote_code=trusted)
-    model = empty_model(described, torch.bfloat16, trusted)
-    if expert_weights(model):
-        raise ConfigError(
-            f"FORMAT=awq: llm-compressor does not see the experts of {type(model).__name__}; "
-            "FORMAT=int4 and fp8 quantize them"
-        )
-    linears, others = quantized_linears(model)
-    inputs = (linear.in_features for linear in linears.values())
-    ids = np.concatenate([train[index].ids for index in range(min(CALIBRATION_ROWS, len(train)))])
-    starts = range(0, len(ids), BLOCK_TOKENS)
-    with tempfile.TemporaryDirectory(prefix=".awq-", dir=target.parent) as temporary:
-        asked = {
-            "model_class": auto_class_of(described).__name__,
-            "source": str(source),
-            "target": f"{temporary}/target",
-            "rows": [ids[start : start + BLOCK_TOKENS].tolist() for start in starts],
-            "group_size": scheme_of("int4", inputs, source.name).weights.group_size,
-            "ignore": others,
-            "trust_remote_code": trusted,
-        }
-        write_json(Path(temporary) / "asked.json", asked)
-        words = [sys.executable, "-P", str(SCRIPT), f"{temporary}/asked.json"]
-        environ = environment()
-        earlier = environ.get("PYTHONPATH")
-        environ["PYTHONPATH"] = f"{QUANTIZE}{os.pathsep}{earlier}" if earlier else str(QUANTIZE)
-        done = subprocess.run(words, env=environ, capture_output=True, text=True, errors="replace")
-        if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-            raise EnvironmentFault(f"FORMAT=awq: llm-compressor failed: {said[-1]}")
-        link_files(source, target, WEIGHTS)
-        written = Path(temporary) / "target"
-        for path in (written / "config.json", *written.glob("*.safetensors*")):
-            shutil.copyfile(path, target / path.name)
 
 
 def compress_folder(

@@ -113,17 +113,13 @@ class Notebook:
             for alias in node.names
             if alias.asname
         }
-        return imported | self.own_trainers
-
-    @cached_property
-    def own_trainers(self) -> dict[str, str]:
-        """Classes of the notebook that are made of a trainer, each with that trainer."""
-        return {
+        own_trainers = {
             node.name: base.id
             for _, node in self.nodes(ast.ClassDef)
             for base in node.bases
             if isinstance(base, ast.Name) and base.id in TRAINERS
         }
+        return imported | own_trainers
 
     @cached_property
     def modules(self) -> frozenset[str]:
@@ -186,10 +182,7 @@ class Notebook:
     @cached_property
     def trainer_names(self) -> frozenset[str]:
         """The variables that hold a trainer, such as `trainer` and `self.trainer`."""
-        return self.variables_of((*TRAINERS, "train_on_responses_only"))
-
-    def variables_of(self, makers: Iterable[str]) -> frozenset[str]:
-        """Return the variables that hold what a call of one of these names returned."""
+        makers = (*TRAINERS, "train_on_responses_only")
         made = {
             variable(target)
             for _, node in self.nodes(ast.Assign)

@@ -1,4 +1,4 @@
-"""What an expression of a notebook is worth, as far as it can be read without running. Pure."""
+"""Numbers and texts that a notebook writes, as far as they are known without running it. Pure."""
 
 import ast
 import operator
@@ -12,20 +12,10 @@ OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
 }
-# Calls that ask whether a GPU computes in bfloat16: `auto` here
-ASKS_FOR_BF16 = ("is_bfloat16_supported", "is_bf16_supported")
-AUTO = "auto"
 ANY_KEY = ...  # what `a.update(...)` may set
 MAX_DEPTH = 20  # of variables that are made of others
-
-
-class Unknown(NamedTuple):
-    """A value that only running the notebook would tell."""
-
-    text: str
 
 
 class Written(NamedTuple):
@@ -69,32 +59,23 @@ class Values:
                 for part, part_value in zip(target.elts, value.elts, strict=False):
                     self._take(code, owner, part, part_value)
 
-    def read(self, code: Code, node: ast.expr) -> Any:
-        """Return the value of an expression of a cell, an Unknown if it cannot be read."""
+    def argument(self, found: Found, name: str) -> Any:
+        """Return the value of a call's argument, None if it is not given or cannot be read."""
+        node = found.argument(name)
         try:
-            return self._value(Written(code, node))
+            return None if node is None else self._value(Written(found.code, node))
         except (LookupError, ArithmeticError, TypeError, RecursionError):
-            return Unknown(" ".join(code.text(node).split()))
+            return None
 
-    def argument(self, found: Found, name: str, position: int | None = None) -> Any:
-        """Return the value of a call's argument, None if it is not given."""
-        node = found.argument(name, position)
-        return None if node is None else self.read(found.code, node)
-
-    def items(self, code: Code, node: ast.expr) -> dict[Any, Written]:
-        """Return the items of a written-out dict without those that are assigned again later.
-
-        A key that is not a constant is returned as None.
-        """
+    def _item(self, code: Code, node: ast.expr, key: Any) -> Written:
+        """Return what a written-out dict has for a key that is not assigned again later."""
         name = variable(node)
         code, written = self._written(code, node)
-        if not isinstance(written, ast.Dict) or (name, ANY_KEY) in self.changed:
-            return {}
-        keys = [getattr(key, "value", None) for key in written.keys]
-        items = zip(keys, written.values, strict=True)
-        return {
-            key: Written(code, value) for key, value in items if (name, key) not in self.changed
-        }
+        is_changed = {(name, ANY_KEY), (name, key)} & self.changed
+        if not isinstance(written, ast.Dict) or is_changed:
+            raise LookupError
+        keys = [getattr(part, "value", None) for part in written.keys]
+        return Written(code, dict(zip(keys, written.values, strict=True))[key])
 
     def _written(self, code: Code, node: ast.expr) -> Written:
         """Return what a variable was given last before its use in a cell; else the expression."""
@@ -118,27 +99,15 @@ class Values:
         match node:
             case ast.Constant():
                 return node.value
-            case ast.List() | ast.Tuple():
-                return [value(part) for part in node.elts]
-            case ast.Dict() if all(node.keys):
-                items = zip(node.keys, node.values, strict=True)
-                return {value(key): value(part) for key, part in items}
             case ast.UnaryOp(op=ast.USub()):
                 return -value(node.operand)
-            case ast.UnaryOp(op=ast.Not()):
-                operand = value(node.operand)
-                return AUTO if operand == AUTO else not operand
             case ast.BinOp() if type(node.op) in OPERATORS:
                 return OPERATORS[type(node.op)](value(node.left), value(node.right))
-            case ast.Call() if self.notebook.name_of(node.func) in ASKS_FOR_BF16:
-                return AUTO
-            case ast.Attribute(attr="float16" | "bfloat16" | "float32"):
-                return node.attr
             case ast.Attribute():
                 return self._value(self._attribute(code, node), depth + 1)
             case ast.Subscript():
-                items = self.items(code, node.value)
-                return self._value(items[value(node.slice)], depth + 1)
+                item = self._item(code, node.value, value(node.slice))
+                return self._value(item, depth + 1)
         given = self._written(code, node)
         if given.value is node:
             raise LookupError

@@ -16,7 +16,7 @@ from sft_play.runs import seal
 from sft_play.runs.files import Json, json_line, write_text
 from sft_play.runs.folder import RunFolder
 
-COMPRESSED: tuple[str, ...] = (*get_args(Delivered), "awq")  # awq: int4 by llm-compressor
+COMPRESSED: tuple[str, ...] = get_args(Delivered)
 ADAPTERS = ("adapter", "vllm-adapter")  # the second: experts as lists of linear layers
 FORMATS = ("safetensors", "gguf", *ADAPTERS, *COMPRESSED)
 LEAST_GAIN = 0.95  # share of the run's gain in loss that quantized files must keep

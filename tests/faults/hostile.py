@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from hostile_folders import Damage, config, copied, sparse, weights, with_values
 from hostile_tokenizers import (
+    RECURSION,
     TOKENS,
+    WORDPIECE,
     added,
     same_ids,
     split,
@@ -110,9 +112,6 @@ def folder(
 
 
 BAD_TYPES = config(architectures=[5])
-RECURSION = template("{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}")
-WORDPIECE = tokenizer(model={"type": "WordPiece", "unk_token": "[UNK]", "vocab": {"a": 0},
-                             "continuing_subword_prefix": "##", "max_input_chars_per_word": 9})  # fmt: skip
 ROWS = (
     folder(
         "hostile-config",
@@ -149,7 +148,7 @@ ROWS = (
     folder(
         "hostile-recursion",
         "a macro of the chat template calls itself",
-        RECURSION,
+        template(RECURSION),
         Guard("sft_play.data.templates:TOO_DEEP", ()),
         "or calls itself",
         "choose another with MODEL_CHAT_TEMPLATE",
