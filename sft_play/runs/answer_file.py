@@ -68,9 +68,10 @@ class AnswerFile:
                     "name another file, or remove it and its other files: "
                     f"rm -r {self.path}* {self.asked}"
                 )
-        elif self.path.exists():
+        elif self.path.exists() or self.parts.exists():
             free = free_name(self.path)
-            raise ConfigError(f"OUT={self.path}: a file of this name is there; OUT={free} is free")
+            taken = self.path if self.path.exists() else self.parts
+            raise ConfigError(f"OUT={self.path}: {taken} is there; OUT={free} is free")
         self.parts.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.asked, dict(asked))
 
