@@ -222,6 +222,20 @@ TYPED = (
         "did you mean train.batch_size?",
     ),
     wrong(
+        "empty-name",
+        "a name is empty, as from a variable of the shell that is not set",
+        of_environment(MODEL_NAME=""),
+        "environment MODEL_NAME: model.name is empty",
+        "leave it out",
+    ),
+    wrong(
+        "not-utf8",
+        "a path has bytes that are not UTF-8",
+        of_environment(DATA_TRAIN_PATH="bad\udcff"),
+        "data.train_path=bad\\xff is not UTF-8",
+        "rename it",
+    ),
+    wrong(
         "wrong-type",
         "a number is a word",
         config_of("train:\n  batch_size: two\n"),

@@ -138,6 +138,14 @@ ROWS = (
         "get the model again",
     ),
     folder(
+        "hostile-shape",
+        "a tensor of the weights has 2^80 numbers",
+        weights(f'{{"a": {{"dtype": "F32", "shape": [{1 << 80}], "data_offsets": [0, 8]}}}}'),
+        Guard("sft_play.runs.model_folder:_headers", lambda _: []),
+        "model.safetensors is damaged",
+        "get the model again",
+    ),
+    folder(
         "hostile-tokenizer",
         "the tokenizer fails on every row",
         WORDPIECE,
