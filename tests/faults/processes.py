@@ -237,6 +237,36 @@ def announce_nothing(*_: Any) -> None:
 
 TO_GO_ON = ("stopped on request at step", "continue with TRAIN_RESUME_FROM=")
 AGREED = Guard("sft_play.training.stop:StopOnSignal._agreed", never)
+
+
+def killed(name: str, injected: str, rank: int, **how: Any) -> Fault:
+    """Return a row: a rank is killed, and the other one ends with it."""
+    return Fault(
+        name,
+        injected,
+        signalled(signal.SIGKILL, ranks=2, to=(rank,), **how),
+        ExitClass.PEER_LOST,
+        (f"rank {rank} ended without a word", f"the end of logs/rank-{rank}.log"),
+        Guard("sft_play.training.classify:_is_peer_lost", nothing),
+        10,
+        loses=1,
+    )
+
+
+def stopped(name: str, injected: str, **how: Any) -> Fault:
+    """Return a row: a rank is stopped, and the other one notices."""
+    return Fault(
+        name,
+        injected,
+        signalled(signal.SIGSTOP, ranks=2, to=(1,), **{"train.hang_timeout": 8}, **how),
+        ExitClass.PEER_LOST,
+        ("gave no sign of life for 8 s (train.hang_timeout)", "resume, or wait longer"),
+        Guard("sft_play.training.ranks:RankWatch._cause", nothing),
+        30,
+        loses=1,
+    )
+
+
 ALONE = Guard("sft_play.training.ranks:FailureBroadcast.announce", announce_nothing)
 
 
@@ -303,36 +333,9 @@ ROWS = (
         15,
         loses=1,
     ),
-    Fault(
-        "kill-a-rank",
-        "SIGKILL of one of two ranks",
-        signalled(signal.SIGKILL, ranks=2, to=(1,)),
-        ExitClass.PEER_LOST,
-        ("rank 1 ended without a word", "the end of logs/rank-1.log"),
-        Guard("sft_play.training.classify:_is_peer_lost", nothing),
-        10,
-        loses=1,
-    ),
-    Fault(
-        "kill-the-main-rank",
-        "SIGKILL of the main rank of two",
-        signalled(signal.SIGKILL, ranks=2, to=(0,)),
-        ExitClass.PEER_LOST,
-        ("rank 0 ended without a word", "the end of logs/rank-0.log"),
-        Guard("sft_play.training.classify:_is_peer_lost", nothing),
-        10,
-        loses=1,
-    ),
-    Fault(
-        "stopped-rank",
-        "SIGSTOP of one of two ranks, with train.hang_timeout: 8",
-        signalled(signal.SIGSTOP, ranks=2, to=(1,), **{"train.hang_timeout": 8}),
-        ExitClass.PEER_LOST,
-        ("gave no sign of life for 8 s (train.hang_timeout)", "resume, or wait longer"),
-        Guard("sft_play.training.ranks:RankWatch._cause", nothing),
-        30,
-        loses=1,
-    ),
+    killed("kill-a-rank", "SIGKILL of one of two ranks", 1),
+    killed("kill-the-main-rank", "SIGKILL of the main rank of two", 0),
+    stopped("stopped-rank", "SIGSTOP of one of two ranks, with train.hang_timeout: 8"),
     Fault(
         "stopped-loader",
         "SIGSTOP of the process that loads the batches of one of two ranks, with "
@@ -365,25 +368,13 @@ ROWS = (
         30,
         loses=3,
     ),
-    Fault(
+    stopped(
         "stopped-rank-deepspeed",
         "the same under DeepSpeed, whose collectives know no timeout",
-        signalled(signal.SIGSTOP, ranks=2, to=(1,), deepspeed=ZERO_2, **{"train.hang_timeout": 8}),
-        ExitClass.PEER_LOST,
-        ("gave no sign of life for 8 s (train.hang_timeout)", "resume, or wait longer"),
-        Guard("sft_play.training.ranks:RankWatch._cause", nothing),
-        30,
-        loses=1,
+        deepspeed=ZERO_2,
     ),
-    Fault(
-        "kill-a-rank-deepspeed",
-        "SIGKILL of one of two ranks under DeepSpeed",
-        signalled(signal.SIGKILL, ranks=2, to=(1,), deepspeed=ZERO_2),
-        ExitClass.PEER_LOST,
-        ("rank 1 ended without a word", "the end of logs/rank-1.log"),
-        Guard("sft_play.training.classify:_is_peer_lost", nothing),
-        10,
-        loses=1,
+    killed(
+        "kill-a-rank-deepspeed", "SIGKILL of one of two ranks under DeepSpeed", 1, deepspeed=ZERO_2
     ),
     Fault(
         "memory-of-a-rank",
