@@ -21,11 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 
 from benchmarks.command_line import make_parser, parse
+from benchmarks.inputs import make_model
 from benchmarks.promises import rows
 from benchmarks.promises.place import Place, Work
 from benchmarks.results import Result, Results
 from benchmarks.runner import log
-from benchmarks.workloads import read_table
+from benchmarks.workloads import WORKLOADS, read_table
 from sft_play.plan.ranks import visible_entries
 
 
@@ -35,15 +36,18 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, metavar="ROW")
     parser.add_argument("--gpus", type=int, default=2)
     args = parse(parser)
+    args.folder = args.folder.resolve()
     args.folder.mkdir(parents=True, exist_ok=True)
     results = Results.on_this_machine(args.results, args.toy, "promises")
     free, writing, ends_at = Queue[str](), threading.Lock(), time.monotonic() + args.seconds
+    if not args.toy:  # work that runs next to other work would draw the same model
+        make_model(WORKLOADS["1b-one"], args.folder)
     for entry in visible_entries(os.environ.get("CUDA_VISIBLE_DEVICES"), args.gpus):
         free.put(entry)
 
     def do(work: Work, gpus: list[str]) -> None:
         limit = min(ends_at, time.monotonic() + work.seconds)
-        findings = show(Place(work, gpus, args.folder.resolve(), limit, args.toy))
+        findings = show(Place(work, gpus, args.folder, limit, args.toy))
         for gpu in gpus:
             free.put(gpu)
         with writing:

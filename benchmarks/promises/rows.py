@@ -31,17 +31,14 @@ CLOSE_MIB = 512  # two readings of the memory of a run may differ by this
 
 def links(place: Place) -> Findings:
     """Compare the links that `make gpu-info` prints with those of nvidia-smi."""
-    texts = (
-        place.run("make", "gpu-info", f"PY={sys.executable}"),
-        place.run("nvidia-smi", "topo", "-m"),
-    )
+    ours = place.run("make", "gpu-info", f"PY={sys.executable}")
+    theirs = place.run("nvidia-smi", "topo", "-m")
     # cuda:0  -  NV18  generation 5, 16 lanes; GPU0  X  NV18  0-15  0  N/A
-    lines = re.findall(
-        r"(?m)^(?:cuda:\d+  |GPU\d+\s+)((?:(?:-|X|[A-Z]{2,4}\d*)\s+)+)", "\n".join(texts)
-    )
-    cells = [line.replace("X", "-").split() for line in lines]
-    half = len(cells) // 2
-    return {110: (cells, half > 1 and cells[:half] == cells[half:])}
+    row = r"(?m)^(?:cuda:\d+  |GPU\d+\s+)((?:(?:-|X|[A-Z]{2,4}\d*)\s+)+)"
+    lines = re.findall(row, f"{ours}\n{theirs}")
+    count = len(lines) // 2
+    cells = [line.replace("X", "-").split()[:count] for line in lines]
+    return {110: (cells, count > 1 and cells[:count] == cells[count:])}
 
 
 def notebook(place: Place) -> Findings:
@@ -49,14 +46,13 @@ def notebook(place: Place) -> Findings:
     cells = json.loads(CELLS.read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells)
     printed = place.run(sys.executable, "-c", code, place.folder / "notebook")
-    used, mode = json.loads(printed.splitlines()[-1]), re.findall("Mode: .*", printed)
+    used = json.loads(re.findall(r'(?m)^{"steps".*', printed)[0])
+    mode, allocator = re.findall("Mode: .*", printed), used["allocator"]
     is_one = mode == ["Mode: one process on cuda:0"] and used["wrapped"] != "DataParallel"
+    is_set = {*place.work.environ.values()} <= {*map(str, allocator.values())}
     return {
         9: ([mode, used], is_one and len(place.gpus) > 1 and not any(used["reserved"][1:])),
-        41: (
-            used["allocator"],
-            {*place.work.environ.values()} <= {*map(str, used["allocator"].values())},
-        ),
+        41: (allocator, is_set),
     }
 
 
@@ -86,9 +82,8 @@ def examples(place: Place) -> Findings:
 
 def zero(place: Place) -> Findings:
     """Compare the memory of ZeRO with that of one GPU, on the fullest GPU."""
-    found = place.train()
-    gib = {name: found[name].peak_gib or 0 for name in place.work.cases}
-    one, two, three, two_offloaded, three_offloaded = gib.values()
+    gib = {name: each.peak_gib or 0 for name, each in place.train().items()}
+    one, two, two_offloaded, three, three_offloaded = gib.values()
     is_less = two_offloaded < two and three_offloaded < min(three, two_offloaded)
     return {71: (gib, len(place.gpus) > 1 and three < two < one), 92: (gib, is_less)}
 
@@ -128,19 +123,22 @@ def watched(place: Place) -> Findings:
             time.sleep(0.2)
         children = psutil.Process().children(recursive=True)
         everyone = [each for each in children if str(folder.path) in each.cmdline()]
-        environs = {each: each.environ() for each in everyone}
-        ranks = {int(found["RANK"]): each for each, found in environs.items() if "RANK" in found}
+        environs = {}  # of each rank; forks of it have the same, and are younger
+        for each in sorted(everyone, key=psutil.Process.create_time):
+            if "RANK" in (environ := each.environ()):
+                environs.setdefault(environ["RANK"], (each, environ))
+        ranks = [environs[rank][0] for rank in sorted(environs)]
+        pids = [each.pid for each in ranks]
         check = place.run("make", "memory-check", f"TRAIN_OUTPUT_DIR={out}", f"PY={sys.executable}")
-        nccl = re.findall("NCCL INFO.*Init COMPLETE", log.read_text())
-        is_set = all(
-            place.work.environ.items() <= environs[each].items() for each in ranks.values()
-        )
+        wanted = place.work.environ.items()
+        is_set = all(wanted <= environ.items() for _, environ in environs.values())
+        printed = re.findall(r":(\d+):\d+ \[\d+\] NCCL INFO", log.read_text())
         findings: Findings = {
             41: (f"{len(ranks)} processes train with the guides' string", is_set),
-            44: (nccl, len(nccl) >= len(ranks) > 1),
+            44: (f"{len(printed)} lines of NCCL INFO", {*map(str, pids)} <= {*printed}),
         }
         if not place.on_cpu:
-            findings |= _on_gpus(place, folder, check, [ranks[rank].pid for rank in sorted(ranks)])
+            findings |= _on_gpus(place, folder, check, pids)
         started = time.monotonic()
         ranks[1].kill()
         _, alive = psutil.wait_procs(everyone, SECONDS_TO_END)
