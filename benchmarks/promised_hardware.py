@@ -16,7 +16,7 @@ from dataclasses import replace
 from benchmarks.command_line import make_parser, open_results, parse, run_cases
 from benchmarks.workloads import ARMS, OUR_ARM, TOY, Case, Workload, choose_workloads
 
-TOY_TOKENS = dict.fromkeys(("tokens", "max_seq_len", "held_out_tokens"), 64)
+TOY_TOKENS = dict.fromkeys(("tokens", "max_seq_len", "held_out_tokens"), 128)
 
 
 def cases_of(workload: Workload) -> list[Case]:
