@@ -75,7 +75,7 @@ def make_command(case: Case, settings: Mapping[str, str]) -> list[str]:
     settings = {**settings, **gpu_variables(case)}
     target = arm.program.replace("ours", "train")
     if case.gpus > 1:
-        target = "train-distributed"
+        target = "train-deepspeed" if "DEEPSPEED_CONFIG" in settings else "train-distributed"
         if not workload.follows_config:
             settings["TUNING_BACKEND"] = arm.program.removeprefix("ours-")
     command = ["make", target, *(f"{name}={value}" for name, value in settings.items())]
@@ -146,6 +146,7 @@ def read_run(case: Case, inputs: Inputs, out: Path, ended: Ended) -> Result:
         "reserved_gib": [rank.peak_bytes / GIB for rank in report.memory_by_rank or []],
         "rows_used": report.data["train"]["rows_used"],
         "timed_steps": steps - first,
+        "scores": report.scores("after"),
     }
     speed = report.tokens_per_second
     if inputs.samples.exists():

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 SETTING_PREFIXES = ("MODEL_", "TUNING_", "TRAIN_", "DATA_")
 MAKE_VARIABLES = (
     "MAKEFLAGS MAKELEVEL MFLAGS MAKEOVERRIDES WORKS ARMS GPUS STRATEGIES STEPS SECONDS "
@@ -68,6 +70,9 @@ def run_limited(
                 status = process.wait(seconds)
         finally:
             if process.poll() is None:  # the time is up, or the benchmark itself is stopped
+                # torchrun gives each rank a session, which a signal to the group does not reach
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     return Ended(status, seconds, started, time.time(), log)

@@ -11,8 +11,12 @@ without a GPU, e.g. `make plan CONFIG=configs/rtx4090_sli.yaml GPUS=2x23.77GiB`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from benchmarks.command_line import make_parser, open_results, parse, run_cases
-from benchmarks.workloads import ARMS, OUR_ARM, Case, Workload, choose_workloads
+from benchmarks.workloads import ARMS, OUR_ARM, TOY, Case, Workload, choose_workloads
+
+TOY_TOKENS = dict.fromkeys(("tokens", "max_seq_len", "held_out_tokens"), 128)
 
 
 def cases_of(workload: Workload) -> list[Case]:
@@ -33,6 +37,8 @@ def main() -> None:
         return
     results.gpus = 0  # the cases may run on hosts of several sizes
     workloads = choose_workloads(args.works + args.cases, ["hardware"], args.toy)
+    if args.toy:
+        workloads = [replace(each, shape=TOY, leave_gib=None, **TOY_TOKENS) for each in workloads]
     run_cases(args, results, [case for each in workloads for case in cases_of(each)])
 
 

@@ -84,6 +84,16 @@ def test_a_promise_that_nothing_shows_is_a_problem(changes, problem):
     assert any(problem in line for line in found), found
 
 
+@pytest.mark.parametrize(
+    ("statuses", "state"), [((), "cpu"), (("done",), "shown"), (("done", "failed"), "cpu")]
+)
+def test_a_promise_that_waits_for_gpus_is_shown_once_all_their_results_show_it(statuses, state):
+    fields = {"workload": "1", "gpus": 2, "figures": {}, "device": "H200"}
+    results = [promises.GpuResult(status=status, **fields) for status in statuses]
+    row = promises.Promise(row=1, promise="It trains.", state="gpu")
+    assert promises.with_results(row, results).state == state
+
+
 @pytest.mark.parametrize("path", EVERY_PAGE, ids=lambda path: path.name)
 def test_every_block_of_code_parses(path):
     for _, language, text in BLOCK.findall(path.read_text(encoding="utf-8")):

@@ -201,7 +201,7 @@ def test_adapters_are_cast_to_16_bits_once_for_an_answer(adapter, taught_base, t
     ("command", "variables", "kind", "said"),
     [
         ("eval", {"COMPARE": "1"}, ConfigError, "whose base is not known"),
-        ("eval", {"DATA_TEST_PATH": ""}, ConfigError, "DATA_TEST_PATH=held.jsonl"),
+        ("eval", {"DATA_TEST_PATH": ""}, ConfigError, "data.test_path is empty"),
         ("merge", {"DATA_TEST_PATH": ""}, EnvironmentFault, "make eval, infer and chat"),
     ],
 )

@@ -233,7 +233,7 @@ ROWS = (
         "a run of another machine with this one's name was heard of four minutes ago",
         of_another_kernel,
         ExitClass.ENVIRONMENT,
-        ("trains in it", "where it is gone for good, rm "),
+        ("trains in it", "if it is gone for good, rm "),
         Guard("sft_play.process_id:ProcessId.is_alive", lambda self: False),
         10,
     ),

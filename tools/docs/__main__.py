@@ -18,6 +18,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "evidence/coming-from.md": migration.markdown,
     "evidence/errors.md": errors.markdown,
     "evidence/promises.md": promises.markdown,
+    "evidence/promises-gpu.md": promises.gpu_markdown,
     "models.md": support.markdown,
 }
 

@@ -1,11 +1,14 @@
 """docs/evidence/promises.md: what the guides promise, and what shows that it is kept. No torch.
 
-promises.yaml has the rows; `problems` holds them against the tests and files that there are.
+promises.yaml has the rows; `problems` compares them with the tests and files that exist. A row in
+state `gpu` is shown once a results file of `python -m benchmarks.promises` shows it.
+docs/evidence/promises-gpu.md has those results.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -20,7 +23,10 @@ from tools.docs.tables import table
 ROWS = PROJECT_ROOT / "tools" / "docs" / "promises.yaml"
 NUMBERS = range(1, 138)
 TITLES = ("Row", "What is promised", "Shown by", "Note")
-State = Literal["shown", "cpu", "otherwise", "not yet"]
+GPU_TITLES = ("Row", "What was done", "GPUs of the host", "What was seen", "Shown")
+GPU_PAGE = "docs/evidence/promises-gpu.md"
+RESULTS = PROJECT_ROOT / "benchmarks" / "results"
+State = Literal["shown", "cpu", "gpu", "otherwise", "not yet"]
 WORDS: dict[State, str] = {
     "shown": "shown by tests",
     "cpu": "on a CPU alone so far",
@@ -41,11 +47,65 @@ class Promise(BaseModel):
     note: str = ""
 
 
+class GpuResult(BaseModel):
+    """What one piece of work on GPUs showed of a row: a Result of benchmarks/results.py."""
+
+    workload: str  # the row
+    gpus: int  # of the host
+    status: str  # done if it showed what is promised
+    figures: dict[str, str]  # what was done, and what was seen
+    device: str
+
+
 @cache
 def promises() -> tuple[Promise, ...]:
-    """Return the rows, in the order of the file."""
+    """Return the rows, in the order of the file, with what GPUs showed of them."""
     rows = yaml.safe_load(ROWS.read_text(encoding="utf-8"))
-    return tuple(Promise.model_validate(row) for row in rows)
+    results = gpu_results()
+    return tuple(with_results(Promise.model_validate(row), results) for row in rows)
+
+
+def gpu_results() -> list[GpuResult]:
+    """Return the results of all machines, by row."""
+    found = []
+    for path in sorted(RESULTS.glob("promises-*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        device = {"device": content["machine"]["device"]}
+        found += [GpuResult.model_validate(each | device) for each in content["results"]]
+    return sorted(found, key=lambda each: (int(each.workload), each.gpus))
+
+
+def with_results(entry: Promise, results: Sequence[GpuResult]) -> Promise:
+    """Return a row that waits for GPUs as what they showed of it."""
+    if entry.state != "gpu":
+        return entry
+    found = [each for each in results if each.workload == str(entry.row)]
+    hosts = " and ".join(dict.fromkeys(f"{each.gpus} {each.device}" for each in found))
+    if not found:
+        state, note = "cpu", "`python -m benchmarks.promises` tries it on GPUs; it has not run."
+    elif all(each.status == "done" for each in found):
+        state, note = "shown", f"Shown on {hosts}."
+    else:
+        state, note = "cpu", f"{hosts} did not show all of it."
+    pages = (GPU_PAGE,) if found else ()
+    note = f"{note} {entry.note}".strip()
+    changes = {"state": state, "note": note, "shown_by": (*entry.shown_by, *pages)}
+    return entry.model_copy(update=changes)
+
+
+def gpu_markdown() -> str:
+    """Return the table of what GPUs showed."""
+    lines = [
+        (
+            each.workload,
+            each.figures["done"],
+            f"{each.gpus} {each.device}",
+            each.figures["seen"].replace("\n", "<br>"),
+            "yes" if each.status == "done" else "no",
+        )
+        for each in gpu_results()
+    ]
+    return table(GPU_TITLES, lines) if lines else "No results yet."
 
 
 def problems(rows: Sequence[Promise]) -> list[str]:
@@ -123,7 +183,7 @@ def counts(rows: Sequence[Promise]) -> str:
 def has_figures(entry: Promise) -> bool:
     """Return whether a page or file of results has what was measured of a row."""
     return any(
-        name.startswith("benchmarks/results/") or name.endswith("-h200.md")
+        name.startswith("benchmarks/results/") or name.endswith(("-h200.md", "-gpu.md"))
         for name in entry.shown_by
     )
 
