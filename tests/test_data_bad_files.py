@@ -158,17 +158,21 @@ ZIP = b"PK\x03\x04"
 PAGE = b"<!DOCTYPE html>\n<html></html>"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
 OTHER_CONTENTS = [
-    ("a.jsonl", gzip.compress(LINE), "compressed (gzip); rename it to a.jsonl.gz, or unpack it"),
+    (
+        "a.jsonl",
+        gzip.compress(LINE, mtime=0),
+        "compressed (gzip); rename it to a.jsonl.gz, or unpack it",
+    ),
     ("a.jsonl.gz", zstd(LINE), "compressed (zstd); rename it to a.jsonl.zst, or unpack it"),
-    ("a.parquet", gzip.compress(PARQUET), "mv {0} {0}.gz && gzip -d {0}.gz"),
+    ("a.parquet", gzip.compress(PARQUET, mtime=0), "mv {0} {0}.gz && gzip -d {0}.gz"),
     ("a.csv", lzma.compress(LINE), "compressed (xz); unpack it: mv {0} {0}.xz && xz -d {0}.xz"),
-    ("a.jsonl.gz", gzip.compress(PARQUET), "a Parquet file; unpack it"),
+    ("a.jsonl.gz", gzip.compress(PARQUET, mtime=0), "a Parquet file; unpack it"),
     ("a.txt", PARQUET, "a Parquet file; rename it to a.parquet"),
     ("a.csv", STREAM, "an Arrow file; rename it to a.arrow"),
     ("a.json", ZIP + b"\0\0xl/workbook.xml", "an Excel workbook; rename it to a.xlsx"),
     ("a.xlsx", ZIP + b"\0\0word/document.xml", "a Word document; save it as plain text"),
     ("a.jsonl", PAGE, "an HTML page, not rows; was it downloaded without signing in?"),
-    ("a.txt.gz", gzip.compress(PAGE), "an HTML page, not rows"),
+    ("a.txt.gz", gzip.compress(PAGE, mtime=0), "an HTML page, not rows"),
     ("a.parquet", b"%PDF-1.7", "a PDF document"),
     ("a.csv", b"SQLite format 3\0", "an SQLite database"),
     *((name, POINTER, "run git lfs pull") for name in ("a.txt", "a.parquet", "a.csv.gz", "a.xlsx")),
@@ -186,7 +190,7 @@ def test_a_file_that_is_not_what_its_name_says_is_called_what_it_is(name, data, 
 
 
 def test_what_an_error_says_to_rename_is_read_then(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(gzip.compress(LINE))
+    (tmp_path / "a.jsonl").write_bytes(gzip.compress(LINE, mtime=0))
     assert read_rows((tmp_path / "a.jsonl").rename(tmp_path / "a.jsonl.gz"))
 
 
