@@ -5,6 +5,7 @@ import json
 import lzma
 import os
 import random
+from functools import partial
 
 import pytest
 from record_files import (
@@ -28,6 +29,7 @@ from sft_play.data.files import read_chunks
 from sft_play.data.rows import BadRow
 from sft_play.errors import DataError, ExitClass
 
+packed = partial(gzip.compress, mtime=0)  # names of tests have the bytes
 PARQUET, STREAM, ARROW_FILE = (
     to_parquet([QA] * 100),
     to_arrow_stream([QA] * 100),
@@ -59,7 +61,7 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
      "not valid JSON: the key 'text' appears twice in one object"),
     ("a.jsonl", b"question,answer\nq,a\n", ":1", "not valid JSON: Expecting value at column 1"),
     ("a.jsonl.gz", LINE, "", "no gzip file, or a damaged one"),
-    ("a.jsonl.gz", gzip.compress(LINE * 1000, mtime=0)[:-20], "",
+    ("a.jsonl.gz", packed(LINE * 1000)[:-20], "",
      "the compressed text breaks off or is damaged"),
     ("a.json", b"[]", "", "no rows"),
     ("a.json", b'{"data": []}', "", "no rows"),
@@ -160,19 +162,19 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
 OTHER_CONTENTS = [
     (
         "a.jsonl",
-        gzip.compress(LINE, mtime=0),
+        packed(LINE),
         "compressed (gzip); rename it to a.jsonl.gz, or unpack it",
     ),
     ("a.jsonl.gz", zstd(LINE), "compressed (zstd); rename it to a.jsonl.zst, or unpack it"),
-    ("a.parquet", gzip.compress(PARQUET, mtime=0), "mv {0} {0}.gz && gzip -d {0}.gz"),
+    ("a.parquet", packed(PARQUET), "mv {0} {0}.gz && gzip -d {0}.gz"),
     ("a.csv", lzma.compress(LINE), "compressed (xz); unpack it: mv {0} {0}.xz && xz -d {0}.xz"),
-    ("a.jsonl.gz", gzip.compress(PARQUET, mtime=0), "a Parquet file; unpack it"),
+    ("a.jsonl.gz", packed(PARQUET), "a Parquet file; unpack it"),
     ("a.txt", PARQUET, "a Parquet file; rename it to a.parquet"),
     ("a.csv", STREAM, "an Arrow file; rename it to a.arrow"),
     ("a.json", ZIP + b"\0\0xl/workbook.xml", "an Excel workbook; rename it to a.xlsx"),
     ("a.xlsx", ZIP + b"\0\0word/document.xml", "a Word document; save it as plain text"),
     ("a.jsonl", PAGE, "an HTML page, not rows; was it downloaded without signing in?"),
-    ("a.txt.gz", gzip.compress(PAGE, mtime=0), "an HTML page, not rows"),
+    ("a.txt.gz", packed(PAGE), "an HTML page, not rows"),
     ("a.parquet", b"%PDF-1.7", "a PDF document"),
     ("a.csv", b"SQLite format 3\0", "an SQLite database"),
     *((name, POINTER, "run git lfs pull") for name in ("a.txt", "a.parquet", "a.csv.gz", "a.xlsx")),
@@ -190,7 +192,7 @@ def test_a_file_that_is_not_what_its_name_says_is_called_what_it_is(name, data, 
 
 
 def test_what_an_error_says_to_rename_is_read_then(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(gzip.compress(LINE, mtime=0))
+    (tmp_path / "a.jsonl").write_bytes(packed(LINE))
     assert read_rows((tmp_path / "a.jsonl").rename(tmp_path / "a.jsonl.gz"))
 
 
