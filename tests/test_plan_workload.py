@@ -60,7 +60,7 @@ def test_a_warm_up_that_is_longer_than_the_run_is_told():
     long = ("train.warmup_steps=50", "train.epochs=1")
     assert work_of(*long, "train.lr_scheduler_type=linear").warning == (
         "train.warmup_steps=50 of 38 steps: the run ends at 76 % of its learning rate; lower "
-        "TRAIN_WARMUP_STEPS (under 1 it is a fraction of the run)"
+        "TRAIN_WARMUP_STEPS: TRAIN_WARMUP_STEPS=0.1 is a tenth of the run"
     )
     assert work_of(*long, "train.lr_scheduler_type=constant").warning is None
     assert work_of("train.warmup_steps=38", "train.epochs=1").warning is None
