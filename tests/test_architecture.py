@@ -33,7 +33,7 @@ training: errors timeline masking stops process process_id progress config runs 
   reporting models evaluation
 distributed: errors process config runs plan training
 compat: errors config distributed
-inference: errors masking process progress config runs plan data reporting models evaluation
+inference: errors masking stops process progress config runs plan data reporting models evaluation
 monitor: errors process_id progress http_client config runs plan reporting
 notebooks: errors reading runs
 commands: errors timeline masking http_client stops progress config runs plan data reporting

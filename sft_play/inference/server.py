@@ -17,6 +17,7 @@ from sft_play.data.rows import Json
 from sft_play.inference.load import TrainedModel
 from sft_play.inference.server_answers import Reply
 from sft_play.inference.server_requests import REQUESTS, RequestError, parse
+from sft_play.stops import StopSignals
 
 MAX_BODY_DIGITS = 7  # of its length
 
@@ -107,10 +108,10 @@ class Connection(BaseHTTPRequestHandler):
 
 
 def serve(trained: TrainedModel, name: str, host: str, port: int) -> None:
-    """Serve a model until Ctrl-C."""
+    """Serve a model until Ctrl-C, SIGTERM or SIGHUP."""
     Server.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = Server((host, port), Connection)
     server.trained, server.name = trained, name
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), StopSignals():
         server.serve_forever()
     os._exit(0)  # threads of torch abort when the interpreter ends
