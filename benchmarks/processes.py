@@ -71,9 +71,11 @@ def run_limited(
         finally:
             if process.poll() is None:  # the time is up, or the benchmark itself is stopped
                 # torchrun gives each rank a session, which a signal to the group does not reach
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
+                children = psutil.Process(process.pid).children(recursive=True)
                 os.killpg(process.pid, signal.SIGKILL)
+                for child in children:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        child.kill()
                 process.wait()
     return Ended(status, seconds, started, time.time(), log)
 
