@@ -94,7 +94,7 @@ def export(set_: SetOption = None) -> None:
 
 @app.command()
 def serve() -> None:
-    """Serve a run's export, on this machine alone, with vLLM or by SFT-Play itself."""
+    """Serve a run's export, only on this machine, with vLLM or by SFT-Play itself."""
     exports.serve(read_call())
 
 

@@ -57,12 +57,15 @@ def main() -> None:
                 results.add(Result(str(row), work.name, args.gpus, status=status, figures=figures))
                 log(f"| {row} | {work.done} | {seen} | {'shown' if shown else 'not shown'} |")
 
+    done = []
     with ThreadPoolExecutor() as threads:
         for work in read_table("promises/works.yaml", Work).values():
             is_asked = not args.rows or {*args.rows} & {*work.rows}
             if is_asked and work.host <= args.gpus and (work.on_cpu or not args.toy):
                 gpus = [free.get() for _ in range(min(work.gpus, args.gpus))]
-                threads.submit(do, work, gpus)
+                done.append(threads.submit(do, work, gpus))
+    for each in done:
+        each.result()  # raises what kept a finding from being written
 
 
 def show(place: Place) -> rows.Findings:

@@ -281,6 +281,7 @@ class ChunkTokenizer:
         reached = memoryview(mmap.mmap(-1, 3 * 8)).cast("d")  # row, step, seconds before the row
 
         def render_rows() -> None:
+            """Render the rows one by one, and note in shared memory how far it is."""
             begun = time.process_time()
             characters = 0
             for number, row in enumerate(rows):
