@@ -6,7 +6,6 @@ Nothing else is touched, such as a README.md that was edited on the hub. The tok
 users of the machine can see.
 """
 
-import hashlib
 import re
 import tempfile
 from collections.abc import Iterator
@@ -175,7 +174,7 @@ def _earlier(api: HfApi, repo: str, commit: str, files: dict[str, RepoFile]) -> 
                 continue
             digest = file.lfs and file.lfs.sha256
             if digest is None:
-                digest = hashlib.sha256(download(name).read_bytes()).hexdigest()
+                digest = seal.digest_of(seal.Part(download(name), 0, file.size))
             if digest == entry.digests[0] or entry.part_bytes:
                 yield name
 
