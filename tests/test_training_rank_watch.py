@@ -94,3 +94,4 @@ def test_ranks_that_live_and_do_not_get_on_in_a_step_end(start, tmp_path):
     assert any(
         "has finished no micro-batch for 2 s (train.hang_timeout=2)" in cause for cause in causes
     )
+    assert any(path.stat().st_size for path in tmp_path.glob("*.stacks"))

@@ -164,14 +164,14 @@ class RankWatch(TrainerCallback):
         # the file to which this process writes its stacks on SHOW_STACKS
         self._stacks = open_in_place(logs / f"rank-{process.rank}.stacks", "w")
         faulthandler.register(SHOW_STACKS, self._stacks, all_threads=True)
-        tasks = [self._check]
+        tasks = [(self._check, ())]
         if self.peers:
-            self._store = distributed.distributed_c10d._get_default_store().clone()
-            self._store.set(f"{WATCH_KEY}/{self.rank}", "0")
+            store = distributed.distributed_c10d._get_default_store().clone()
+            store.set(f"{WATCH_KEY}/{self.rank}", "0")
             process.gather(None)  # every rank has a sign of life
-            tasks.append(self._talk)
-        for task in tasks:
-            threading.Thread(target=task, name="rank watch", daemon=True).start()
+            tasks.append((self._talk, (store,)))
+        for task, argument in tasks:
+            threading.Thread(target=task, args=argument, name="rank watch", daemon=True).start()
 
     def close(self) -> None:
         """Stop watching: the run has ended without an error."""
@@ -186,9 +186,8 @@ class RankWatch(TrainerCallback):
             time.sleep(0.1)
         return gone
 
-    def _talk(self) -> None:
+    def _talk(self, store: distributed.Store) -> None:
         """Send heartbeats, and record those of the others."""
-        store = self._store
         keys = [f"{WATCH_KEY}/{peer.rank}" for peer in self.peers]
         before: list[bytes | None] = [None] * len(keys)
         count = 0
@@ -237,6 +236,7 @@ class RankWatch(TrainerCallback):
             )
         limit = max(self.hang_seconds, SLOW_STEPS * self._slowest_step)
         if self._is_in_step and self._in_step > limit:
+            self._show_stacks()
             what = "a process that loads rows, a disk or the GPU hangs"
             if self.peers:
                 what = "no rank is gone, so one of them hangs"
