@@ -21,7 +21,7 @@ def published(path: Path, text: str = "weights", kind: str = KIND, is_named: boo
 
 
 def contents(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    files = filter(Path.is_file, folder.rglob("*"))
     return {str(path.relative_to(folder)): path.read_text() for path in files}
 
 
