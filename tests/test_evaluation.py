@@ -15,6 +15,7 @@ from casts import Casts
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from rouge_score.tokenizers import DefaultTokenizer
+from sft_play.evaluation.measured import answers_within, loss_seconds
 from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import TrainSection
@@ -26,7 +27,6 @@ from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, mean_loss
 from sft_play.evaluation.generate import Answer, Generator, Room, split_batches, take_rank_share
-from sft_play.evaluation.measured import answers_within, loss_seconds
 from sft_play.evaluation.rouge import UnicodeTokenizer
 from sft_play.evaluation.scores import rouge
 from sft_play.models.fast.loss.head import fuse_loss, summed_nll

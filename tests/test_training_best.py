@@ -10,7 +10,6 @@ import torch
 from faults.files import flip
 from run_files import run_json
 from safetensors.torch import load_file
-from transformers import TrainerControl, TrainerState
 
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import EvaluationStopped
@@ -18,7 +17,6 @@ from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.folder import RunFolder
 from sft_play.training import worker
 from sft_play.training.best import best_step, evaluations_since_best
-from sft_play.training.callbacks import EvalSpeedCallback
 
 HISTORY = [
     {"step": 1, "loss": 3.0},
@@ -130,51 +128,3 @@ def test_a_best_checkpoint_that_is_damaged_is_named_and_the_last_weights_are_sav
     log = (folder.path / "logs" / "rank-0.log").read_text()
     assert "checkpoint-1: adapter_model.safetensors has SHA-256 " in log
     assert "the weights of the last step are saved, not the best" in log
-
-
-# The time of evaluations
-
-
-@pytest.fixture
-def timed():
-    """Return evaluations with a budget of a tenth, their clock, and how a step of training ends."""
-    speed = EvalSpeedCallback(budget=0.1)
-    now = [1000.0]
-    speed.clock = lambda: now[0]
-    state = TrainerState(global_step=5, max_steps=100)
-
-    def evaluate_after(seconds, evaluation):
-        """Train for so long; evaluate unless it is left out, and return whether it was not."""
-        control = TrainerControl(should_evaluate=True)
-        speed.on_step_begin(None, state, control)
-        now[0] += seconds
-        speed.on_step_end(None, state, control)
-        if control.should_evaluate:
-            now[0] += evaluation
-            speed.add(evaluation)
-        return control.should_evaluate
-
-    return speed, state, evaluate_after
-
-
-def test_evaluations_beyond_their_share_are_left_out_and_said(timed, caplog):
-    caplog.set_level("INFO")
-    speed, state, evaluate_after = timed
-    assert evaluate_after(100, 50), "the first one is needed to know what one takes"
-    assert [evaluate_after(100, 50) for _ in range(8)] == [False] * 7 + [True]
-    assert "the evaluation at step 5 is left out: 1 evaluations took 50.0 s" in caplog.text
-    assert "TRAIN_EVAL_TIME_BUDGET=null leaves none out" in caplog.text
-    assert ", 10.0% of the time in training" in speed.describe()
-    state.global_step = state.max_steps
-    assert evaluate_after(1, 50), "the last step is evaluated in any case"
-    speed.on_train_end(None, state, None)
-    assert (
-        "3 evaluations took 150.0 s" in caplog.text and "7 left out saved some 350 s" in caplog.text
-    )
-
-
-def test_a_minute_of_evaluations_is_free_and_null_leaves_none_out(timed):
-    speed, _, evaluate_after = timed
-    assert [evaluate_after(1, 20) for _ in range(4)] == [True, True, True, False]
-    speed.budget = None
-    assert evaluate_after(1, 20)

@@ -1,7 +1,7 @@
 """The scores before training take a bounded time; those after it are of the same rows."""
 
 import json
-import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -15,41 +15,57 @@ from sft_play.training import held_out
 ENDS = ("before.jsonl", "after.jsonl", "before.losses.jsonl", "after.losses.jsonl")
 
 
+def score_few() -> None:
+    """Prepare a rank: the least rows and answers are fewer than the tiny rows have."""
+    held_out.LEAST_ROWS, held_out.LEAST_ANSWERS = 3, 1
+
+
+def score_few_by_a_slow_clock() -> None:
+    """Prepare a rank on a machine that seems to need 50 times as long."""
+    score_few()
+    clock = time.perf_counter
+    time.perf_counter = lambda: 50 * clock()
+
+
+SHORT = {
+    "train.max_steps": 2,
+    "train.eval_token_share": 0.01,
+    "train.predict_with_generate": True,
+    "train.eval_strategy": "steps",
+    "train.eval_steps": 2,
+}
+
+
 @pytest.fixture
-def hurried(train_run, monkeypatch):
-    """A finished run in which no evaluation is free: its few steps leave time for some rows."""
-    monkeypatch.setattr(held_out, "FREE_SECONDS", 0.0)
-    budget = {"train.eval_time_budget": 0.01, "train.predict_with_generate": True}
-    folder = train_run({"train.max_steps": 2, **budget})
-    return folder
+def few(train_run, monkeypatch):
+    """A finished run that is too short to score all rows."""
+    monkeypatch.setattr(held_out, "LEAST_ROWS", 3)
+    monkeypatch.setattr(held_out, "LEAST_ANSWERS", 1)
+    return train_run(SHORT)
 
 
-def test_a_sample_is_scored_before_and_after_training_if_all_rows_would_take_too_long(hurried):
-    line = re.search(
-        r"the scores before and after training use (\d+) of (\d+) held-out rows and (\d+) of 4 "
-        r"answers: .*TRAIN_EVAL_TIME_BUDGET=null scores all",
-        (hurried.logs / "rank-0.log").read_text(),
-    )
-    rows, all_rows, answers = map(int, line.groups())
-    assert 1 <= rows < all_rows and answers < 4
-    metrics = run_json(hurried)["metrics"]
-    assert metrics["before"]["rows"] == metrics["after"]["rows"] == rows
-    lines = [(hurried.evaluation / name).read_text().splitlines() for name in ENDS]
-    assert list(map(len, lines)) == [answers, answers, rows, rows]
+def test_a_sample_is_scored_if_all_rows_have_too_many_tokens(few):
+    log = (few.logs / "rank-0.log").read_text()
+    for title in ("scores before and after training", "evaluations during training"):
+        assert f"{title} use 3 of 6 rows and 1 of 4 answers: 0.01 of the training's tokens" in log
+    assert "TRAIN_EVAL_TOKEN_SHARE=null scores all" in log
+    metrics = run_json(few)["metrics"]
+    assert metrics["before"]["rows"] == metrics["after"]["rows"] == 3
+    lines = [(few.evaluation / name).read_text().splitlines() for name in ENDS]
+    assert list(map(len, lines)) == [1, 1, 3, 3]
     before, after = ([json.loads(each)["origin"] for each in part] for part in lines[2:])
     assert before == after
-    loss = RunFacts.read(hurried, hurried.read_report()).scores[0]
-    assert loss.after.rows == rows
+    loss = RunFacts.read(few, few.read_report()).scores[0]
+    assert loss.after.rows == 3
 
 
-def test_all_rows_are_scored_without_a_budget(train_run, monkeypatch):
-    monkeypatch.setattr(held_out, "FREE_SECONDS", 0.0)
-    budget = {"train.eval_time_budget": None, "train.predict_with_generate": True}
-    folder = train_run({"train.max_steps": 1, **budget})
+def test_all_rows_are_scored_without_a_limit(train_run, monkeypatch):
+    monkeypatch.setattr(held_out, "LEAST_ROWS", 3)
+    folder = train_run({**SHORT, "train.max_steps": 1, "train.eval_token_share": None})
     scored = run_json(folder)["metrics"]["after"]
     all_rows = folder.read_report().rows("validation")["samples"]
     assert (scored["rows"], scored["answers"]) == (all_rows, 4)
-    assert "the scores before and after" not in (folder.logs / "rank-0.log").read_text()
+    assert "of the training's tokens" not in (folder.logs / "rank-0.log").read_text()
 
 
 def test_a_run_that_resumes_in_its_folder_scores_the_rows_that_were_scored_before(
@@ -62,21 +78,12 @@ def test_a_run_that_resumes_in_its_folder_scores_the_rows_that_were_scored_befor
     assert run_json(folder)["metrics"]["after"]["rows"] == 3
 
 
-def leave_no_evaluation_free():
-    """Prepare a rank."""
-    held_out.FREE_SECONDS = 0.0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", long("fsdp")])
-def test_ranks_score_the_same_sample(plan_run, strategy):
-    changes = {"train.max_steps": 2, "train.eval_time_budget": 0.01, "train.strategy": strategy}
-    folder = plan_run(changes, num_gpus=2)
-    train_on_two(folder, leave_no_evaluation_free)
-    metrics = run_json(folder)["metrics"]
-    rows = metrics["before"]["rows"]
-    assert (
-        1 <= rows == metrics["after"]["rows"] < folder.read_report().rows("validation")["samples"]
-    )
-    losses = (folder.evaluation / "after.losses.jsonl").read_text().splitlines()
-    assert len({json.loads(line)["origin"] for line in losses}) == rows
+def test_slow_ranks_score_the_rows_that_one_fast_process_scores(plan_run, few, strategy):
+    folder = plan_run({**SHORT, "train.strategy": strategy}, num_gpus=2)
+    train_on_two(folder, score_few_by_a_slow_clock)
+    for name in ENDS[1::2]:
+        files = [(each.evaluation / name).read_text().splitlines() for each in (few, folder)]
+        one, two = ([json.loads(line)["origin"] for line in lines] for lines in files)
+        assert one == two

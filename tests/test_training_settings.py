@@ -87,7 +87,7 @@ ELSEWHERE = {
     "metric_for_best_model": "training.best: only under load_best or early stopping",
     "load_best_model_at_end": "training.best",
     "early_stopping_patience": "training.best",
-    "eval_time_budget": "training.eval_budget",
+    "eval_token_share": "training.held_out",
     "packing": "build.build_loop",
     "probe": "worker.run, training.probe",
     "gradient_checkpointing": "plan.batch, models.checkpointing",

@@ -38,7 +38,7 @@ FREE = """
     train.dataloader_num_workers train.predict_with_generate train.generation_num_beams
     train.generation_max_rows train.generation_batch_size train.metrics
     train.metric_for_best_model train.load_best_model_at_end train.early_stopping_patience
-    train.eval_time_budget train.eval_strategy train.eval_steps train.eval_do_concat_batches
+    train.eval_token_share train.eval_strategy train.eval_steps train.eval_do_concat_batches
     train.eval_accumulation_steps train.logging_steps train.on_nonfinite train.max_skipped_steps
     train.on_untrained train.save_strategy train.save_steps train.save_total_limit data.cache_dir
     data.max_lost data.image_folder data.image_urls

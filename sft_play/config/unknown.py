@@ -71,6 +71,7 @@ SAME_SETTING = names_by_meaning(
         "train.optim": "optimizer optimizer_type",
         "train.max_grad_norm": "gradient_clipping grad_clip max_norm",
         "train.neftune_noise_alpha": "noisy_embedding_alpha neftune_alpha",
+        "train.eval_token_share": "eval_time_budget",
         "train.epochs": "max_epochs n_epochs num_epochs num_train_epochs",
         "train.max_steps": "max_train_steps num_steps num_training_steps",
         "train.seed": "random_seed random_state",

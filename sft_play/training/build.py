@@ -58,7 +58,7 @@ def build_loop(
     refuse_divided(config.train, model)
     process = context.process
     set_seed(arguments.seed)
-    speed = EvalSpeedCallback(config.train.eval_time_budget, process)
+    speed = EvalSpeedCallback(process)
     flops = peak_flops(context.plan)
     flops_of = None  # FLOPs predict no speed
     if flops is not None:

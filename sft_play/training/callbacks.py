@@ -19,30 +19,20 @@ from sft_play.training.checks import modes_restored
 logger = logging.getLogger(__name__)
 
 
-# Seconds of evaluation per run that are never skipped: a short run would gain nothing noticeable
-FREE_SECONDS = 60.0
-
-
 class EvalSpeedCallback(TrainerCallback):
-    """Puts the model in evaluation mode for each evaluation, counts the seconds, and bounds them.
+    """Puts the model in evaluation mode for each evaluation, and counts the seconds.
 
     During an evaluation the key-value cache is on; activation checkpointing and dropout are off.
     All of it is restored afterwards, also after an error. transformers has no event before an
     evaluation, hence a context manager.
-
-    An evaluation during training is skipped if it would exceed `budget`, a share of the time since
-    the first step. The last step's evaluation is never skipped, and FREE_SECONDS are free.
     """
 
-    def __init__(self, budget: float | None = None, process: Process | None = None) -> None:
-        self.budget = budget
+    def __init__(self, process: Process | None = None) -> None:
         self.process = process or Process.alone(torch.device("cpu"))
-        self.clock = time.perf_counter
         self.seconds = 0.0  # of all evaluations
         self._began: float | None = None  # time of the first training step
         self._trained_seconds = 0.0  # seconds of evaluations since then
         self._evaluations = 0
-        self._left_out = 0
 
     @contextlib.contextmanager
     def evaluating(self, model: PreTrainedModel) -> Iterator[None]:
@@ -75,52 +65,19 @@ class EvalSpeedCallback(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         if self._began is None:
-            self._began = self.clock()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Skip an evaluation that would exceed the budget."""
-        if not control.should_evaluate or self.budget is None:
-            return
-        if state.global_step >= state.max_steps:
-            return
-        if not self.process.max(int(self.would_exceed(self.budget))):
-            return
-        control.should_evaluate = False
-        self._left_out += 1
-        if self.process.is_main:
-            logger.warning(
-                "the evaluation at step %d is left out: %s, and train.eval_time_budget=%g; "
-                "TRAIN_EVAL_TIME_BUDGET=null leaves none out",
-                state.global_step,
-                self.describe(),
-                self.budget,
-            )
-
-    on_epoch_end = on_step_end
+            self._began = time.perf_counter()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if self.process.is_main and self._evaluations:
-            logger.info("%s", self.describe())
+            count, seconds = self._evaluations, self._trained_seconds
+            share = seconds / max(time.perf_counter() - self._began, 1e-9)
+            logger.info(
+                "%d evaluations took %.1f s, %.1f%% of the time in training",
+                count,
+                seconds,
+                100 * share,
+            )
         self._began = None  # later evaluations do not belong to training
-
-    def would_exceed(self, budget: float) -> bool:
-        """Return whether one more evaluation of average length would exceed a share of the time."""
-        if not self._evaluations or self._began is None:
-            return False
-        each = self._trained_seconds / self._evaluations
-        spent = self._trained_seconds + each
-        return spent > max(FREE_SECONDS, budget * (self.clock() - self._began + each))
-
-    def describe(self) -> str:
-        """Return `5 evaluations took 12.3 s, 4.1% of the time in training; 2 left out ...`."""
-        count, seconds = self._evaluations, self._trained_seconds
-        share = seconds / max(self.clock() - (self._began or 0.0), 1e-9)
-        saved = self._left_out * seconds / max(1, count)
-        left_out = f"; {self._left_out} left out saved some {saved:.0f} s" if self._left_out else ""
-        return (
-            f"{count} evaluations took {seconds:.1f} s, {share:.1%} of the "
-            f"time in training{left_out}"
-        )
 
 
 class Progress(TrainerCallback):

@@ -2,14 +2,12 @@
 
 import contextlib
 import logging
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from sft_play import timeline
-from sft_play.evaluation import measured
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.scores import (
     GenerationScores,
@@ -19,7 +17,6 @@ from sft_play.evaluation.scores import (
 )
 from sft_play.models.delivered import as_trained
 from sft_play.plan.devices import GIB
-from sft_play.plan.speed import Speed
 from sft_play.reporting.answers import title_of
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
@@ -33,8 +30,9 @@ from sft_play.training.recorder import RunRecorder
 logger = logging.getLogger(__name__)
 
 WIDTH = 160  # characters of a sample's line
-FREE_SECONDS = 10.0  # for scores before training, however short the training is
-TRAINING_PASSES = 3.0  # a training step takes as long as this many forward passes
+LEAST_ROWS = 32  # that are scored, however short the training is, and answers
+LEAST_ANSWERS = 8
+GENERATED = 4  # tokens that are read as fast as one is generated: 2 on a CPU, 17 on an H200
 
 
 @dataclass
@@ -48,7 +46,6 @@ class HeldOutEvaluation:
     evaluator: Evaluator
     folder: RunFolder
     recorder: RunRecorder
-    speed: Speed | None = None  # predicted training speed; None if the device is not known
     scores: dict[str, Scores] = field(default_factory=dict)  # by when
 
     def last_scores(self) -> dict[str, float]:
@@ -64,11 +61,11 @@ class HeldOutEvaluation:
         scored. Before training this is the published base model, even if training simulates
         rounding.
         """
-        is_plain = when != "after"
-        plain = as_trained(self.loop.engine.model) if is_plain else contextlib.nullcontext()
+        plain = contextlib.nullcontext()
+        if when != "after":
+            self.limit("scores before and after training", self.evaluator)
+            plain = as_trained(self.loop.engine.model)
         with timeline.span(f"scores {when}"), plain:
-            if is_plain:
-                self.bound()
             scores = self.loop.score(self.evaluator)
         self.scores[when] = scores
         rows = len(self.evaluator.scored)
@@ -85,49 +82,50 @@ class HeldOutEvaluation:
         logger.info("%s %s rows=%d", when, scores.as_text(), rows)
         return found
 
-    def bound(self) -> None:
-        """Limit scoring to a sample if all rows would take too long. Every rank must call it.
+    def limit_evaluations(self) -> None:
+        """Choose the validation rows that are scored during training."""
+        args, state = self.loop.engine.args, self.loop.state
+        count = {"epoch": state.num_train_epochs, "steps": state.max_steps // state.eval_steps}
+        if count := count.get(args.eval_strategy):
+            self.limit("evaluations during training", self.loop.evaluator, count)
 
-        The limit is exceeded if it takes more than FREE_SECONDS, and both times together take more
-        than train.eval_time_budget.
+    def limit(self, title: str, evaluator: Evaluator, count: int = 1) -> None:
+        """Score a random sample if all rows, `count` times, would need too many tokens.
+
+        These are train.eval_token_share of the tokens that the whole schedule trains, so the sample
+        is the same on any machine. A generated token counts as GENERATED that are read, and an
+        answer has as many as its limit.
         """
-        evaluator, loop = self.evaluator, self.loop
-        budget = evaluator.train.eval_time_budget
-        if budget is None:
+        train, loop = evaluator.train, self.loop
+        if train.eval_token_share is None:
             return
-        layout, generates = loop.order.layout, evaluator.train.predict_with_generate
-        model = loop.engine.model
-        with loop.memory.phase("evaluation"), loop.speed.evaluating(model):
-            token_seconds = measured.loss_seconds(evaluator, model) / layout.replicas
-            loss_seconds = token_seconds * int(evaluator.split.lengths.sum())
-            steps = loop.state.max_steps - loop.state.global_step
-            tokens = steps * layout.rows_per_step * float(np.mean(loop.order.lengths))
-            planned = TRAINING_PASSES * token_seconds * tokens
-            if self.speed is not None:
-                planned = tokens / self.speed.tokens_per_second
-            seconds = max(FREE_SECONDS, budget * planned / 2)  # after training it takes as long
-            share = min(1.0, seconds / (1 + generates) / loss_seconds)
-            rows = math.ceil(share * len(evaluator.split))
-            answers = all_answers = len(evaluator.question_indices) if generates else 0
-            if all_answers:
-                left = seconds - share * loss_seconds
-                answers = measured.answers_within(evaluator, model, left, token_seconds)
-        if share == 1.0 and answers == all_answers:
+        epochs = loop.state.max_steps / loop.steps_per_epoch
+        trained = epochs * float(np.sum(loop.order.lengths))
+        tokens = train.eval_token_share * trained / count
+        all_rows, row_tokens = len(evaluator.split), float(evaluator.split.lengths.mean())
+        all_answers = len(evaluator.question_indices) if train.predict_with_generate else 0
+        for_loss = tokens / 2 if all_answers else tokens
+        rows = min(all_rows, max(LEAST_ROWS, int(for_loss / row_tokens)))
+        answers = 0
+        if all_answers:
+            left = tokens - rows * row_tokens
+            answer_tokens = GENERATED * train.generation_max_new_tokens
+            answers = min(all_answers, max(LEAST_ANSWERS, int(left / answer_tokens)))
+        if (rows, answers) == (all_rows, all_answers):
             return
+        evaluator.limit(rows, answers)
         if self.recorder.rank == 0:
             logger.info(
-                "the scores before and after training use %d of %d held-out rows and %d of %d "
-                "answers: all would need more than %.0f s, and training needs about %.0f s "
-                "(train.eval_time_budget=%g); TRAIN_EVAL_TIME_BUDGET=null scores all",
+                "%s use %d of %d rows%s: %g of the training's tokens, and at least %d rows and %d "
+                "answers (train.eval_token_share); TRAIN_EVAL_TOKEN_SHARE=null scores all",
+                title,
                 rows,
-                len(evaluator.split),
-                answers,
-                all_answers,
-                seconds,
-                planned,
-                budget,
+                all_rows,
+                f" and {answers} of {all_answers} answers" if all_answers else "",
+                train.eval_token_share,
+                LEAST_ROWS,
+                LEAST_ANSWERS,
             )
-        evaluator.limit(rows, answers)
 
 
 def summary_lines(

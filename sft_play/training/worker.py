@@ -117,7 +117,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     )
     explainer.loop = loop
     evaluator = build_evaluator(context, data, data.test, tokenizer, model)
-    held_out = HeldOutEvaluation(loop, evaluator, folder, recorder, planned.plan.speed)
+    held_out = HeldOutEvaluation(loop, evaluator, folder, recorder)
     stop.follow(loop.evaluator, evaluator)
     loop.report_saved = recorder.note_checkpoint
     stop.stop_step = config.train.stops_after
@@ -223,6 +223,7 @@ def before_first_step(
     if context.plan.packing:
         with recorder.check("packed documents do not see each other"):
             check_cross_document(loop.engine.wrapped, loop.collator, vocabulary, device)
+    held_out.limit_evaluations()
     before = recorder.report.scores("before") or take_over_before(context)
     if "rows" in before:  # of the run that is resumed
         recorder.update(metrics={"before": before})

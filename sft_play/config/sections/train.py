@@ -287,12 +287,12 @@ class TrainSection(Section):
     eval_steps: PositiveInt = Field(
         200, description="Optimizer steps between evaluations under eval_strategy: steps."
     )
-    eval_time_budget: PositiveFloat | None = Field(
+    eval_token_share: PositiveFloat | None = Field(
         0.1,
         le=1,
-        description="Largest share of the training time for evaluations, and for the scores "
-        "before and after training. Those may use 10 seconds each, else they use a random sample "
-        "of rows; null: no limit.",
+        description="Largest share of the training's tokens that all evaluations read and "
+        "generate, and that the scores before and after training do, each. If all rows have more, "
+        "a random sample is scored: at least 32 rows and 8 answers; null: all.",
     )
     metric_for_best_model: str = Field(
         "eval_loss",
