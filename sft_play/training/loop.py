@@ -27,7 +27,6 @@ from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler
 from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
-from sft_play.models.fast.graphs.decoder import GraphedDecoder
 from sft_play.runs import stamp
 from sft_play.training.batches import (
     LOSS_TARGETS,
@@ -76,11 +75,9 @@ class TrainingLoop:
     stamp: stamp.Stamp
     best_metric: str = "eval_loss"  # the checkpoint with the best value is never removed
     expert_use: ExpertUse | None = None  # counts from the first step on
-    graphs: GraphedDecoder | None = None  # replays the layers, from the first step on
     movement: Movement | None = None  # from the start of training on
     report_saved: Callable[[Path], object] = bool  # called with each checkpoint
     checkpoint: Path | None = None  # the first epoch resumes from it
-    accumulators: object = None  # accumulates gradients, needed while CUDA graphs are recorded
 
     def __post_init__(self) -> None:
         # the types as loaded: DeepSpeed casts the trained weights
@@ -262,13 +259,10 @@ class TrainingLoop:
         waiting: Any = nullcontext()
         if not (is_last or engine.is_deepspeed):
             waiting = engine.accelerator.no_sync(engine.wrapped)
-        averaging: Any = nullcontext()
-        if self.graphs is not None:
-            averaging = self.graphs.in_place_of_ddp(engine.wrapped, is_last)
         if not engine.wrapped.training:
             engine.wrapped.train()  # visits every module: some 3,600 of 48 layers with adapters
         self.memory.enter("forward")
-        with waiting, averaging:
+        with waiting:
             inputs = send_to_device(inputs, engine.args.device, non_blocking=True)
             loss = self.compute_loss(inputs, labelled_tokens)
             self.step_log.add_loss(loss.detach(), total_weight(inputs) / labelled_tokens)
