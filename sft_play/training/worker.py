@@ -119,7 +119,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     held_out = HeldOutEvaluation(loop, evaluator, folder, recorder, planned.plan.speed)
     stop.follow(loop.evaluator, evaluator)
     loop.report_saved = recorder.note_checkpoint
-    stop.stop_step = config.train.stops_after
+    stop.last_step_of = config.train.stops_after
     loop.events.add(observers.metrics_file, observers.trace, loop.step_log, stop)
     progress = Progress(process)
     loop.events.add(progress, observers.trackers)
