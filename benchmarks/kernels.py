@@ -1,14 +1,13 @@
 """Each optional kernel on and off: what it adds to the speed of a training step.
 
 python -m benchmarks.kernels --workloads 8b-lora 8b-qlora
-python -m benchmarks.kernels --workloads 1b-lora --kernels glu norms --graphs
+python -m benchmarks.kernels --workloads 1b-lora --kernels glu norms
 python -m benchmarks.kernels --workloads tiny
 
 A model with random weights takes some steps with all kernels, then some with one of them replaced
 by its reference, and so on in turns. `with` and `without` are tokens/s. `differs` is the relative
 difference of the gradients of one micro-batch. The weights do not change. One micro-batch is a step
-and no layer is recomputed. Kernels that a workload does not call are left out. `--graphs` replays
-the layers from CUDA graphs, as runs do: then the host's time does not count.
+and no layer is recomputed. Kernels that a workload does not call are left out.
 """
 
 import argparse
@@ -35,9 +34,7 @@ from benchmarks.report import grid
 from benchmarks.workloads import TOY, BaseModel
 from sft_play.config.schema import Config
 from sft_play.models import mxfp4
-from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.experts import products as expert_products
-from sft_play.models.fast.graphs import decoder as graphs
 from sft_play.models.fast.linears import adapter_gradients, glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products
 from sft_play.models.fast.loss import head as loss_head
@@ -168,7 +165,7 @@ def normalize(x: Tensor, *norm: Any) -> Tensor:
 class Trained:
     """A model that takes training steps of one micro-batch."""
 
-    def __init__(self, workload: Workload, folder: Path, with_graphs: bool):
+    def __init__(self, workload: Workload, folder: Path):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.process = Process.alone(self.device, torch.bfloat16)
         self.tokens = workload.rows * workload.row_tokens
@@ -182,9 +179,6 @@ class Trained:
         self.trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         for weight in self.trained:
             nn.init.normal_(weight, std=0.02)  # PEFT's B are zeros
-        self.decoder = decoder_of(base_model_of(self.model))
-        self.with_graphs = with_graphs
-        self.accumulators = graphs.accumulators_for_recordings(self.model) if with_graphs else None
         torch.manual_seed(0)
         ids = torch.randint(2000, (workload.rows, workload.row_tokens))
         self.ids = ids.to(self.device)
@@ -214,13 +208,7 @@ class Trained:
         with contextlib.ExitStack() as stack:
             for owner, name, value in changes:
                 stack.enter_context(patch.object(owner, name, noted(name, value)))
-            if self.with_graphs:
-                graphs.free_gpu_memory()
-                graphed = graphs.GraphedDecoder(
-                    self.model, graphs.record_on_gpu, graphs.free_gpu_memory
-                )
-                stack.enter_context(patch.object(self.decoder, "forward", graphed))
-            for _ in range(3):  # the layers are recorded in the second one
+            for _ in range(3):
                 self.step()
             self.wait()
             started = time.monotonic()
@@ -273,7 +261,6 @@ def main() -> None:
     add("--rows", type=int, help="of a micro-batch")
     add("--steps", type=int, default=4, help="that are timed in a round")
     add("--rounds", type=int, default=3, help="of steps with and without a kernel")
-    add("--graphs", action="store_true", help="replay the layers from CUDA graphs")
     add("--folder", type=Path, default=Path("outputs/bench"))
     args = parser.parse_args()
     logging.disable_progress_bar()
@@ -284,7 +271,7 @@ def main() -> None:
             workload = workload._replace(model=replace(workload.model, layers=args.layers))
         if args.rows is not None:
             workload = workload._replace(rows=args.rows)
-        trained = Trained(workload, args.folder, args.graphs)
+        trained = Trained(workload, args.folder)
         for row in measured(trained, args, name):
             rows.append(row)
             print(" | ".join(row), flush=True)

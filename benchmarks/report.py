@@ -12,7 +12,16 @@ from typing import NamedTuple
 from benchmarks.machine import Machine
 from benchmarks.results import Result, Results
 from benchmarks.verdict import MIN_FALL, fall
-from benchmarks.workloads import ARMS, OUR_ARM, SCALED, TOY, WORKLOADS, Workload, find_workload
+from benchmarks.workloads import (
+    ARMS,
+    OUR_ARM,
+    SCALED,
+    TOY,
+    WORKLOADS,
+    Arm,
+    Workload,
+    find_workload,
+)
 from sft_play.plan.cards import CARDS
 
 NO_FLASH = "flash-attn was not installed. With it, the packed paths of TRL and Unsloth are faster."
@@ -29,6 +38,8 @@ HEADS = {
 PICTURES = ("speed", "scaling")  # kinds of results
 OUR_COLOR = "#1f4e79"
 PEER_COLOR = "#b8c4d0"
+GRAPHS = "TRAIN_CUDA_GRAPHS=true at commit d8781bff"  # which was removed after some measurements
+ARMS_OF_RESULTS = {**ARMS, "ours-graphs": Arm("ours-graphs", OUR_ARM, f"make train-bnb {GRAPHS}")}
 
 
 class Row(NamedTuple):
@@ -91,7 +102,7 @@ class Row(NamedTuple):
             return f"does not count: {'; '.join(result.why_not)}"
         settings = sorted(result.settings.items())
         words = [f"{name.replace('_', ' ')} {str(value).lower()}" for name, value in settings]
-        arm = ARMS[result.arm]
+        arm = ARMS_OF_RESULTS[result.arm]
         # on several GPUs SFT-Play runs another make target than the arm says
         described = "" if arm.is_ours and result.gpus > 1 else arm.description
         return "; ".join(filter(None, [described, ", ".join(words)]))
@@ -205,6 +216,8 @@ def describe_workload(workload: Workload) -> str:
     mode = workload.mode or dict(workload.variables).get("TUNING_MODE") or f"`{workload.config}`"
     text = f"{model}, {mode}, {rows}, {workload.rows_per_step} per step"
     text += "".join(f", {name}={value}" for name, value in workload.variables)
+    if workload.had_graphs:
+        text += f", {GRAPHS}"
     if workload.free_gib is not None:
         named = f" (as a {CARDS[workload.card].name})" if workload.card else ""
         text += f"; each GPU limited to {workload.free_gib:.2f} GiB{named}"

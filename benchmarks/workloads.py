@@ -79,6 +79,7 @@ class Workload(BaseModel):
     # of a guide for that machine: GB of each GPU, tokens per second of all
     promise: tuple[float, float] | None = None
     fits: bool = True  # on the card; otherwise the plan must refuse it
+    had_graphs: bool = False  # its results are from a run with CUDA graphs
 
     def scaled(self, times: int) -> Workload:
         """Return the workload with `times` as many rows per step, and a name that says so."""

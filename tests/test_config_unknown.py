@@ -36,6 +36,8 @@ ANSWERS = {
     # sections and data
     "data.path": "here it is data.train_path",
     "lora": "here it is tuning.lora",
+    # of an earlier version
+    "train.cuda_graphs": "larger micro-batches are as fast; delete it",
     # misspelt
     "train.lerning_rate": "did you mean train.learning_rate? (a guess",
     "tuning.lora.rr": None,

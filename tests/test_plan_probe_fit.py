@@ -7,7 +7,6 @@ import pytest
 from plan_examples import PROBED_REQUEST, PROBED_STEP, fit_of, measured
 
 from sft_play.plan import batch, counting, probe_fit
-from sft_play.plan.activations import graph_bytes
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.probe_fit import Line, MeasuredFit, Point
 from sft_play.plan.step import Layout
@@ -192,26 +191,6 @@ def test_a_step_is_known_to_fit_when_one_at_least_as_large_was_measured_within_t
     assert not is_known(point, 12 * GIB + context - 1)
     for smaller in ({"tokens": 2048}, {"checkpointed_layers": 9}, {"accumulates": False}):
         assert not is_known(replace(point, **smaller), 99 * GIB)
-
-
-def test_graphs_that_are_recorded_after_the_probe_are_added_to_what_it_measured():
-    fit = fit_of(change=lambda name, size: 1.3 * size)
-    layout = layout_of(2, 0)
-    recording = replace(fit.step, records_graphs=True)
-    graphs = graph_bytes(recording, layout)
-    assert graphs["optimizer"] > GIB > graphs["backward"] > 0
-    found = replace(fit, step=recording).phases(layout)
-    without = fit.phases(layout)
-    del found["load"], without["load"]
-    assert found == {name: size + graphs[name] for name, size in without.items()}
-    point = fit.large
-    used = 40 * GIB
-    row = layout_of(1, 0)
-    memory = probe_fit.memory_as_measured(recording, row, point, used)
-    assert memory.predicted_peak == used + graph_bytes(recording, row)["backward"]
-    enough = point.peak + probe_fit.context_bytes(recording, row)
-    assert probe_fit.is_known_to_fit(fit.step, row, [point], enough)
-    assert not probe_fit.is_known_to_fit(recording, row, [point], enough)
 
 
 # Points that are kept

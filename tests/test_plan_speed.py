@@ -110,13 +110,10 @@ def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
 
 @pytest.mark.parametrize(
     "shape, mode, rows, recomputed, tokens_per_second",
-    [  # recorded layers, four rows per step in micro-batches of so many, by the runs' logs
+    [  # four rows per step in micro-batches of so many, by the logs of runs with CUDA graphs
         ("Qwen/Qwen3-30B-A3B", "lora", 4, 0, 25.4e3),
         ("Qwen/Qwen3-30B-A3B", "lora", 4, 44, 19.2e3),
-        ("Qwen/Qwen3-30B-A3B", "lora", 2, 0, 23.0e3),
-        ("Qwen/Qwen3-30B-A3B", "lora", 1, 0, 19.7e3),
         ("Qwen/Qwen3-30B-A3B", "qlora", 4, 0, 22.3e3),
-        ("Qwen/Qwen3-30B-A3B", "qlora", 1, 0, 12.8e3),
         ("openai/gpt-oss-20b", "qlora", 2, 0, 20.7e3),
         ("openai/gpt-oss-120b", "qlora", 4, 0, 11.6e3),
     ],
@@ -124,10 +121,9 @@ def test_one_h200_trains_as_fast_as_predicted(name: str, arm: str) -> None:
 def test_a_mixture_trains_on_an_h200_as_fast_as_predicted(
     shape, mode, rows, recomputed, tokens_per_second
 ):
-    recorded = {"records_graphs": True, "adapters": Adapters(experts="shared")}
     model = load_shape(shape, None, {})
     layout = {"batch_size": rows, "grad_accum": 4 // rows, "checkpointed_layers": recomputed}
-    found = speed(model=model, mode=mode, **layout, **recorded)
+    found = speed(model=model, mode=mode, adapters=Adapters(experts="shared"), **layout)
     assert found.tokens_per_second == pytest.approx(tokens_per_second, rel=TOLERANCE)
 
 
@@ -135,8 +131,7 @@ def test_a_mixture_trains_on_an_h200_as_fast_as_predicted(
 @pytest.mark.usefixtures("traces_nothing")
 def test_a_mixture_on_four_h100s_trains_as_fast_as_predicted(strategy, tokens_per_second):
     rows = ("model.max_seq_len=2048", "train.effective_batch_size=16")
-    graphs = "train.cuda_graphs=true"
-    settings = ("model.name=Qwen/Qwen3-30B-A3B", *rows, f"train.strategy={strategy}", graphs)
+    settings = ("model.name=Qwen/Qwen3-30B-A3B", *rows, f"train.strategy={strategy}")
     plan = plan_for("4xH100", *settings).plan
     assert plan.speed.tokens_per_second == pytest.approx(tokens_per_second, rel=TOLERANCE)
 

@@ -1,8 +1,9 @@
-"""Variables of other programs: which slow a run, and which it does not read."""
+"""sft_play.plan.warnings: variables and micro-batches that slow a run, variables that it ignores."""
 
 from dataclasses import replace
 
 import pytest
+from plan_examples import plan_for
 
 from sft_play.config.schema import Config
 from sft_play.plan.ranks import Ranks
@@ -47,3 +48,25 @@ def test_a_variable_that_slows_a_run_or_has_no_effect_is_named(environ, settings
 def test_a_switch_that_is_off_slows_nothing():
     (sentence,) = slow_switches({"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "0"})
     assert sentence.startswith("CUDA_LAUNCH_BLOCKING=1")
+
+
+@pytest.mark.parametrize(
+    "model, setting, is_slow",
+    [
+        ("Llama-3.2-1B", "train.batch_size=1", True),
+        ("Llama-3.2-1B", "train.batch_size=8", False),
+        ("Llama-3.1-70B", "train.batch_size=1", False),
+    ],
+)
+def test_micro_batches_that_the_gpu_waits_for_are_named_and_what_makes_them_larger(
+    model, setting, is_slow
+):
+    words = [f"model.name=meta-llama/{model}", "tuning.mode=qlora"]
+    plan = plan_for("1xH200", *words, setting).plan
+    found = [words for words in plan.warnings if "launch a micro-batch" in words]
+    assert len(found) == is_slow
+    if is_slow:
+        rows = plan.layout.rows_per_step
+        larger = plan_for("1xH200", *words, f"train.effective_batch_size={rows}").plan
+        assert f"TRAIN_EFFECTIVE_BATCH_SIZE={rows}" in found[0]
+        assert larger.layout.tokens > plan.layout.tokens and not larger.warnings

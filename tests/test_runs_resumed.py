@@ -8,12 +8,13 @@ import pytest
 from pydantic import ValidationError
 from test_runs import facts
 
-from sft_play.config import layers, on_resume
+from sft_play.config import on_resume
 from sft_play.config.on_resume import OnResume
 from sft_play.config.schema import Config, kinds, settings
 from sft_play.errors import CheckpointError
+from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.resumed import Resumed, refuse_other_steps
+from sft_play.runs.resumed import Resumed, refuse_other_steps, settings_of_run
 
 SOME_VALUES = ("other", 3, 0.25, 0.75, 64, True, False, ["other"], [1], {"a": "b"})
 NESTED = {"tuning": {"mode": "qlora"}, "train": {"max_steps": 50}}
@@ -84,21 +85,25 @@ def test_a_source_may_move_but_not_change_its_weight_or_columns(beside):
         before.refuse_changes(config("a.jsonl", **{"weight": 3, **beside}))
 
 
-def test_runs_of_versions_that_called_encoders_towers_are_read_and_resumed(tmp_path):
+def test_runs_of_versions_with_other_settings_are_read_and_resumed(tmp_path):
     config = with_value("tuning.encoders", "lora")
     folder = RunFolder(tmp_path)
     folder.write_config(config)
     written = tmp_path / "config.yaml"
     earlier = written.read_text().replace("encoders", "towers")
-    assert "towers_learning_rate" in earlier
+    earlier = earlier.replace("  fast_path:", "  cuda_graphs: true\n  fast_path:")
+    assert "towers_learning_rate" in earlier and "cuda_graphs" in earlier
     written.write_text(earlier)
     assert folder.read_config() == config
-    problems = []
-    layer = layers.of_run(written, problems)
-    assert layer["tuning.encoders"].value == "lora" and not problems
+    (tmp_path / "plan.json").touch()
+    asked = {"train.cuda_graphs": {"value": "false", "origin": "schema", "is_chosen": False}}
+    write_json(tmp_path / "asked.json", {"command": "make train", "settings": asked})
+    read = settings_of_run(str(tmp_path), has_config=False)
+    assert read.layer["tuning.encoders"].value == "lora" and not read.unset
     saved = facts(config)
     tuning = {name.replace("encoders", "towers"): value for name, value in config.tuning}
-    saved = replace(saved, config={**saved.config, "tuning": tuning})
+    train = {**dict(config.train), "cuda_graphs": False}
+    saved = replace(saved, config={**saved.config, "tuning": tuning, "train": train})
     assert Resumed(tmp_path, saved).then.tuning.encoders == "lora"
 
 

@@ -97,7 +97,6 @@ ELSEWHERE = {
     "router_aux_loss_coef": "training.experts",
     "fast_path": "models.load",
     "deliver_as": "models.delivered",
-    "cuda_graphs": "models.fast.graphs",
     "profile_steps": "training.observers",
     "resume_from": "resume.checkpoint_to_resume",
     "stop_after": "stop.StopOnSignal",

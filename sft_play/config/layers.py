@@ -110,9 +110,9 @@ def from_files(source: Path, base: Path | None, problems: list[str]) -> list[Lay
 def of_run(path: Path, problems: list[str]) -> Layer:
     """Return the settings of a run's config.yaml, which includes no other. Raises ConfigError."""
     mapping = read_mapping(path, displayed(path))
-    tuning = mapping.get("tuning")
-    if tuning is not None and isinstance(tuning.value, dict):
-        mapping["tuning"] = replace(tuning, value=with_present_names(tuning.value))
+    for name, section in mapping.items():
+        if isinstance(section.value, dict):
+            mapping[name] = replace(section, value=with_present_names(section.value))
     return _collect_settings(mapping, problems)
 
 

@@ -33,7 +33,7 @@ PLANNED = """
 FREE = """
     model.attn_implementation model.device_map model.trust_remote_code model.allow_pickled_weights
     tuning.allow_untrained_tokens train.output_dir train.report_to train.reopen_saved
-    train.fast_path train.cuda_graphs train.profile_steps train.ddp_find_unused_parameters
+    train.fast_path train.profile_steps train.ddp_find_unused_parameters
     train.ddp_broadcast_buffers train.ddp_bucket_cap_mb train.rendezvous_timeout train.hang_timeout
     train.dataloader_num_workers train.predict_with_generate train.generation_num_beams
     train.generation_max_rows train.generation_batch_size train.metrics

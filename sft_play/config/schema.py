@@ -17,6 +17,7 @@ from sft_play.config.sections.base import Section
 from sft_play.config.sections.data import DataSection, SourceSection
 from sft_play.config.sections.model import LoraSection, ModelSection, TuningSection
 from sft_play.config.sections.train import TrainSection
+from sft_play.config.unknown import REMOVED
 
 __all__ = [
     "Config",
@@ -51,8 +52,11 @@ class Config(Section):
     @classmethod
     def of_run(cls, values: Mapping[str, Any]) -> Self:
         """Return the config that a run has written, also one of a version with other names."""
-        if isinstance(values, Mapping) and isinstance(values.get("tuning"), Mapping):
-            values = {**values, "tuning": with_present_names(values["tuning"])}
+        if isinstance(values, Mapping):
+            values = {
+                name: with_present_names(section) if isinstance(section, Mapping) else section
+                for name, section in values.items()
+            }
         return cls.model_validate(values)
 
     @property
@@ -69,9 +73,13 @@ class Config(Section):
         return list(dict.fromkeys(tokens))
 
 
-def with_present_names(tuning: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section tuning of a run; until November 2026 encoders were called towers there."""
-    return {name.replace("towers", "encoders"): value for name, value in tuning.items()}
+def with_present_names(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section of a run of any version; until November 2026 encoders were called towers."""
+    return {
+        name.replace("towers", "encoders"): value
+        for name, value in section.items()
+        if name not in REMOVED
+    }
 
 
 @cache

@@ -221,6 +221,11 @@ ADVICE = names_by_meaning(
 )
 
 
+# Settings of earlier versions that changed only the speed
+REMOVED = {
+    "cuda_graphs": "CUDA graphs were removed, because larger micro-batches are as fast; delete it "
+    "and leave train.batch_size at auto"
+}
 # Words that mean something else in another section: they count only in their section
 AMBIGUOUS = "adapter backend columns dropout mode name path split weight".split()
 ALIKE = 0.8  # of difflib's ratio: a letter or two of a word
@@ -275,8 +280,9 @@ def _foreign(path: str, names: list[str]) -> Suggestion | None:
         name = SAME_SETTING.get(key)
         if name in names:
             return Suggestion(name)
-        if key in ADVICE:
-            return Suggestion(advice=ADVICE[key])
+        advice = ADVICE.get(key, REMOVED.get(key))
+        if advice is not None:
+            return Suggestion(advice=advice)
     return None
 
 

@@ -70,7 +70,7 @@ def checkpoint_layers(
     Raises: ValueError if the model does not support checkpointing at all.
     """
     layers = decoder_layers(model)
-    function = _checkpoint
+    function = functools.partial(checkpoint, use_reentrant=False)
     if keeps_attention:
         contexts = functools.partial(create_selective_checkpoint_contexts, _attention_operations())
         function = functools.partial(function, context_fn=contexts)
@@ -91,12 +91,6 @@ def checkpoint_layers(
         if is_placed:
             own = functools.partial(_checkpoint_on, next(layer.parameters()).device, own)
         layer._gradient_checkpointing_func = own
-
-
-def _checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Checkpoint a layer. A layer that is recorded as a CUDA graph uses no random numbers."""
-    draws = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=draws, **options)
 
 
 def _checkpoint_on(

@@ -331,27 +331,3 @@ def stepping_bytes(step: StepSpec, gradients: int) -> int:
         sizes = [kind.inputs * kind.outputs for kind in model.matrices]
         return (step.trained_bytes + 8) * max(sizes, default=0)
     return 0
-
-
-HIDDEN_COPIES = 2  # of the last hidden states: the output of a replay, and its gradient
-
-
-def graph_bytes(step: StepSpec, layout: Layout) -> dict[str, int]:
-    """Return the bytes by phase that recordings allocate beyond a step, from the first one on.
-
-    Nothing else may use the memory of their activations. They free it before layers run without
-    a recording. The gradients of a replay exist in addition to those that they are added to.
-    """
-    if not step.records_graphs or step.offloaded(layout.checkpointed_layers):
-        return {}
-    hidden = HIDDEN_COPIES * layout.tokens * step.compute_bytes * step.model.hidden
-    gradients = step.trained_bytes * step.trained_weights
-    replayed = hidden + gradients
-    held = replayed + working_bytes(step, layout).backward
-    return {
-        "forward": replayed,
-        "backward": replayed,
-        "optimizer": held,
-        "evaluation": gradients,
-        "save": held,
-    }

@@ -1,4 +1,4 @@
-"""Which parts of a run use fused kernels, whether CUDA graphs record its layers, and why not.
+"""Which parts of a run use fused kernels, and why the others do not.
 
 `models.fast` decides from the modules of the loaded model. For models like Llama, whose steps are
 planned in closed form, the rules here predict its result before the model is loaded.
@@ -13,7 +13,6 @@ from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import HEADS
 from sft_play.plan.model_shape import FOUR_NORMS, LAYER_NORMS, LLAMA_LIKE
-from sft_play.plan.ranks import Ranks
 from sft_play.plan.traced import TracedStep
 
 PARTS = ("attention", "linears", "mlp", "experts", "norms", "loss")  # in the order of the report
@@ -71,7 +70,7 @@ def plan_kernels(setup: FastSetup) -> FastPlan:
     if setup.traced is not None:
         return FastPlan(setup.traced.on, setup.traced.off)
     if backend_of(setup.config).has_own_kernels:
-        return FastPlan(tuple(NEEDED), {})
+        return FastPlan(("attention", "loss"), {})
     if setup.config.train.fast_path is False:
         return FastPlan((), {ALL_PARTS: "train.fast_path=false"})
     if setup.model_type not in LLAMA_LIKE:
@@ -197,80 +196,4 @@ def has_liger() -> bool:
     return importlib.util.find_spec("liger_kernel") is not None
 
 
-# Fused parts without which nothing is recorded, and parts that prevent a recording
-NEEDED = {"attention": "attention is not fused", "loss": "the loss is not fused"}
-HINDERING = {"mixers": "mixers begin again at each document"}
-HOST_SETS_PACE = 0.7  # of the GPU's time: a slower CPU than the one that was measured takes as long
-RECORDING_STRATEGIES = ("single", "ddp", "ep")
 PROVEN_EXPERTS = 4  # per module, for which a proof runs the original implementation
-MOST_RECORDINGS = 16  # shapes of micro-batches
-
-
-@dataclass(frozen=True)
-class GraphSetup:
-    """The facts that decide whether the layers of a run are recorded."""
-
-    config: Config
-    ranks: Ranks
-    kernels: FastPlan
-    offloading: str | None = None  # the setting by which layers use host memory
-
-
-def records_graphs(setup: GraphSetup) -> bool:
-    """Return whether layers are recorded; False if too little is known of the model."""
-    return setup.config.train.cuda_graphs and _can_record(setup)
-
-
-def _can_record(setup: GraphSetup) -> bool:
-    return setup.kernels != UNKNOWN_KERNELS and why_not_recorded(setup) is None
-
-
-def without_effect(setup: GraphSetup) -> str | None:
-    """Return the warning for train.cuda_graphs if it records nothing, else None."""
-    reason = why_not_recorded(setup) if setup.config.train.cuda_graphs else None
-    return None if reason is None else f"train.cuda_graphs=true has no effect: {reason}"
-
-
-def graph_warnings(setup: GraphSetup, host_share: float) -> list[str]:
-    """Return warnings about train.cuda_graphs: why it records nothing, or that it helps.
-
-    `host_share` is the CPU's time to launch a micro-batch, relative to the GPU's time for it.
-    """
-    sentence = without_effect(setup)
-    is_asked = setup.config.train.cuda_graphs
-    if not is_asked and _can_record(setup) and host_share >= HOST_SETS_PACE:
-        sentence = (
-            f"the CPU takes about {host_share:.1f} times as long to launch a micro-batch as the "
-            "GPU to compute it; TRAIN_CUDA_GRAPHS=true launches all layers at once"
-        )
-    return [] if sentence is None else [sentence]
-
-
-def why_not_recorded(setup: GraphSetup) -> str | None:
-    """Return why layers are not recorded, None if no reason is known."""
-    ranks, tuning = setup.ranks, setup.config.tuning
-    reasons = {
-        "the model is not on a GPU": ranks.device != "cuda",
-        f"strategy={ranks.strategy}, and layers are recorded on one GPU, under ddp and under ep": (
-            ranks.strategy not in RECORDING_STRATEGIES
-        ),
-        "tuning.mode=full": tuning.mode == "full",
-        f"tuning.lora.dropout={tuning.lora.dropout}": tuning.lora.dropout > 0,
-        "train.neftune_noise_alpha": setup.config.train.neftune_noise_alpha is not None,
-        str(setup.offloading): setup.offloading is not None,
-        **_unfused_reasons(setup.kernels),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _unfused_reasons(kernels: FastPlan) -> dict[str, bool]:
-    """Return the reasons of fused parts against a recording, and whether each applies."""
-    if kernels == UNKNOWN_KERNELS:
-        return {}
-    reasons = {}
-    for part, words in NEEDED.items():
-        why = kernels.off.get(part) or kernels.off.get(ALL_PARTS)
-        reasons[f"{words} ({why})" if why else words] = part not in kernels.on
-    for part, words in HINDERING.items():
-        reasons[words] = part in kernels.on
-    return reasons

@@ -18,11 +18,9 @@ from sft_play.plan.counting import Uncounted, load_trace
 from sft_play.plan.fast import (
     UNKNOWN_KERNELS,
     FastSetup,
-    GraphSetup,
     fuses_loss,
     is_fast,
     plan_kernels,
-    records_graphs,
 )
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
 from sft_play.plan.ranks import Machine
@@ -131,7 +129,6 @@ def step_of(inputs: PlanInputs) -> StepSpec:
         offload_activations=train.activation_offloading is True and inputs.can_offload_activations,
         is_float8=tuning.has_float8_base,
         offloaded_weight_layers=model.layers if train.weight_offloading is True else 0,
-        records_graphs=records_graphs(GraphSetup(config, machine.ranks, kernels)),
         traced=traced,
         untraced=untraced,
     )

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from sft_play.plan.activations import (
     evaluation_logit_bytes,
-    graph_bytes,
     layer_working_bytes,
     stepping_bytes,
     working_bytes,
@@ -51,7 +50,6 @@ class PhaseBytes:
     buckets: int = 0
     context: int = 0
     gathered: int = 0  # full layers of FSDP or ZeRO-3; FSDP's gradients before they are sharded
-    graphs: int = 0  # of recorded layers, in addition to the layers' bytes
     measured_beyond: int = 0  # measured by a probe, beyond the components above
 
     @property
@@ -61,10 +59,10 @@ class PhaseBytes:
     def components(self) -> dict[str, int]:
         """Return the bytes by component.
 
-        The last three are optional: the first exists under FSDP and ZeRO-3, the second with
-        train.cuda_graphs, and the third only after the probe.
+        The last two are optional: the first exists under FSDP and ZeRO-3, the second only after
+        the probe.
         """
-        rare = ("gathered", "graphs", "measured_beyond")
+        rare = ("gathered", "measured_beyond")
         return {name: size for name, size in vars(self).items() if size or name not in rare}
 
 
@@ -117,8 +115,6 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
         "evaluation": _evaluation(step, layout, held),
         "save": replace(held, gradients=0, activations=whole, gathered=_gathered_one(step)),
     }
-    for name, graphs in graph_bytes(step, layout).items():
-        phases[name] = replace(phases[name], graphs=graphs)
     return StepBytes(phases)
 
 

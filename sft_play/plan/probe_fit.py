@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from sft_play.plan import counting
-from sft_play.plan.activations import graph_bytes
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.memory import StepBytes, is_fullest_at_begin, step_bytes
 from sft_play.plan.step import Layout, StepSpec
@@ -83,7 +82,7 @@ class MeasuredFit:
         bytes(t, L) = closed(t, L) + (F - f(L0)) + (S / s(L0) - 1) (closed(t, L) - f(L)),
     which is exact at both points and follows the closed form elsewhere. The optimizer's
     phase is shifted by its difference. Phases that no probe runs are unchanged. All bytes
-    include the context, which a point does not include, and CUDA graphs, which are recorded later.
+    include the context, which a point does not include.
     """
 
     step: StepSpec
@@ -92,7 +91,7 @@ class MeasuredFit:
 
     def phases(self, layout: Layout) -> dict[str, int]:
         """Return the bytes of every phase of a step."""
-        closed = self._closed(layout)
+        closed = step_bytes(self.step, layout).totals()
         found = {**closed}
         for name in self.large.phases:
             found[name] += self._excess(name, layout, closed[name])
@@ -102,8 +101,6 @@ class MeasuredFit:
             # The points saw gradients if this step has activations, or the other way round; the
             # forward pass saw those activations.
             found["backward"] = closed["backward"] + found["forward"] - closed["forward"]
-        for name, graphs in graph_bytes(self.step, layout).items():
-            found[name] += graphs
         return found
 
     def peak(self, layout: Layout) -> int:
@@ -139,11 +136,7 @@ class MeasuredFit:
     def _closed_at_points(self, name: str, like: Point | Layout, world_size: int) -> list[int]:
         """Return the closed form at the points' numbers of tokens, otherwise as `like`."""
         rows = [_one_row(like, point.tokens, world_size) for point in self._points]
-        return [self._closed(row)[name] for row in rows]
-
-    def _closed(self, layout: Layout) -> dict[str, int]:
-        """Return the closed form of a step as a probe measures it: before recordings."""
-        return step_bytes(replace(self.step, records_graphs=False), layout).totals()
+        return [step_bytes(self.step, row).totals()[name] for row in rows]
 
 
 def _one_row(like: Point | Layout, tokens: int, world_size: int) -> Layout:
@@ -158,7 +151,7 @@ def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes:
     context. The peak is at least that.
     """
     memory = MeasuredFit(step, point, point).memory(layout)
-    missing = used_bytes + _graphs_of_step(step, layout) - memory.predicted_peak
+    missing = used_bytes - memory.predicted_peak
     if missing <= 0:
         return memory
     peak = memory.peak
@@ -169,15 +162,6 @@ def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes:
 def context_bytes(step: StepSpec, layout: Layout) -> int:
     """Return the closed form's bytes outside the allocator."""
     return step_bytes(step, layout).peak.context
-
-
-def unmeasured_bytes(step: StepSpec, layout: Layout) -> int:
-    """Return the bytes of a step beyond a point: the context, and CUDA graphs recorded later."""
-    return context_bytes(step, layout) + _graphs_of_step(step, layout)
-
-
-def _graphs_of_step(step: StepSpec, layout: Layout) -> int:
-    return graph_bytes(step, layout).get("backward", 0)
 
 
 def budget_bytes(step: StepSpec, layout: Layout, allocatable_bytes: int) -> int:
@@ -202,7 +186,7 @@ def request_of_started_run(request: BatchRequest, planned: Layout) -> BatchReque
 
 def is_known_to_fit(step: StepSpec, layout: Layout, points: Sequence[Point], budget: int) -> bool:
     """Return whether a step that needs at least as much was measured, within the budget."""
-    beside = unmeasured_bytes(step, layout)
+    beside = context_bytes(step, layout)
     for point in points:
         needs_as_much = (
             point.tokens >= layout.tokens

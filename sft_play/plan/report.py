@@ -35,7 +35,6 @@ COMPONENT_NAMES = {
     "logits": "logits and loss",
     "buckets": "gradient buckets",
     "gathered": "gathered layers",
-    "graphs": "CUDA graphs",
     "context": "context, libraries",
 }
 

@@ -375,10 +375,7 @@ def _host_seconds(step: StepSpec, again: float) -> float:
     """Return the host's seconds for a micro-batch: each module of the blocks in each pass.
 
     `again` is the share of the layers with a third pass. Under ZeRO-3 each gradient is added.
-    Recorded layers are launched at once.
     """
-    if step.records_graphs:
-        return 0.0
     adapted = 0.0
     if not step.is_full:
         adapted = sum(kind.count for kind in step.adapted_matrices) / step.model.layers

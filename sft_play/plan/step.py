@@ -242,7 +242,6 @@ class StepSpec:
     fetching: Fetching = DEFAULT_FETCHING  # of ZeRO-3
     layers_by_gpu: tuple[int, ...] = ()  # for one model on the GPUs of one process; (): on one GPU
     is_float8: bool = False  # linear weights of the base in 8 bits, and GEMMs of 8-bit numbers
-    records_graphs: bool = False  # layers are CUDA graphs
     offloaded_weight_layers: int = 0  # frozen, to the host
     kernels: FastPlan = UNKNOWN_KERNELS
 
@@ -264,12 +263,6 @@ class StepSpec:
             return 0
         room = self.model.layers if self.host_layers is None else self.host_layers
         return min(checkpointed_layers, room)
-
-    def offloading(self, checkpointed_layers: int) -> str | None:
-        """Return the setting by which layers use host memory, None if they do not."""
-        if self.offloaded(checkpointed_layers):
-            return "train.activation_offloading"
-        return "train.weight_offloading" if self.offloaded_weight_layers else None
 
     def of_rank(self) -> "StepSpec":
         """Return the step as if one rank's experts were all experts."""

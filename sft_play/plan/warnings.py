@@ -12,7 +12,6 @@ from sft_play.config.schema import Config
 from sft_play.plan import activations, memory, recipe
 from sft_play.plan.config_json import load_positions
 from sft_play.plan.devices import Hardware
-from sft_play.plan.fast import GraphSetup, graph_warnings
 from sft_play.plan.inputs import Draft, with_layers_on_host
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import ModelShape
@@ -22,7 +21,7 @@ from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import MAP_NAME, why_not_fsdp
 
 TOY_PARAMETERS = 3e8  # a smaller model trains in minutes at any speed
-WORTH_A_WORD = 1.05  # of ZeRO-3's speed: a smaller gain is not reported
+WORTH_A_WORD = 1.05  # times as fast: a smaller gain is not reported
 # Switches that are on, and their cost on a GPU
 SLOW = {
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel, which makes training several times "
@@ -65,11 +64,6 @@ def warnings_of(
 ) -> list[str]:
     """Return all warnings of a plan except those about its precision."""
     config, ranks, step = loaded.config, draft.inputs.machine.ranks, draft.step
-    offloading = step.offloading(draft.layout.checkpointed_layers)
-    host_share = 0.0
-    if step.model.parameters >= TOY_PARAMETERS:
-        host_share = draft.request.host_tokens / draft.layout.mean_tokens
-    graphs = GraphSetup(config, ranks, step.kernels, offloading)
     return [
         *_model_warnings(loaded, step),
         *_position_warnings(loaded, environ),
@@ -80,7 +74,7 @@ def warnings_of(
         *recurrent_warnings(step.model, hardware),
         *_faster_than_zero3(draft),
         *_offloading_warnings(draft),
-        *graph_warnings(graphs, host_share),
+        *_host_warnings(draft),
         *switch_warnings(config, ranks, environ),
     ]
 
@@ -200,6 +194,20 @@ def _faster_than_zero3(draft: Draft) -> list[str]:
     return [
         f"train.strategy=zero3: FSDP is expected to train {fsdp_speed / zero_speed:.2f} times as "
         "fast; try make train-distributed TRAIN_STRATEGY=fsdp"
+    ]
+
+
+def _host_warnings(draft: Draft) -> list[str]:
+    """Return a sentence if the micro-batches that the user set are too small for the GPU."""
+    layout, request = draft.layout, draft.request
+    share = request.host_tokens / layout.mean_tokens
+    is_large = request.batch_size == "auto" or layout.micro_batches == 1 or share < WORTH_A_WORD
+    if is_large or draft.step.model.parameters < TOY_PARAMETERS:
+        return []
+    return [
+        f"train.batch_size={layout.batch_size}: the CPU takes about {share:.1f} times as long to "
+        "launch a micro-batch as the GPU to compute it; for larger ones set TRAIN_BATCH_SIZE=auto "
+        f"TRAIN_GRAD_ACCUM=auto TRAIN_EFFECTIVE_BATCH_SIZE={layout.rows_per_step}"
     ]
 
 

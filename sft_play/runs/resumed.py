@@ -143,7 +143,8 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
     for path in of_class(OnResume.PLANNED):
         if path in asked.settings:
             layer[path] = Located(parse_scalar(asked.settings[path].value), shown)
-    unset = {path for path, setting in asked.settings.items() if not setting.is_chosen}
+    # a setting of an earlier version may be gone
+    unset = {path for path, setting in asked.settings.items() if not setting.is_chosen} & set(layer)
     # else the plan may take another number of rows per step
     unset.discard("train.effective_batch_size")
     return RunSettings(layer, source, frozenset(unset))

@@ -15,11 +15,9 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
 from sft_play.models.fast.documents import ContextGroup, context_group
-from sft_play.models.fast.graphs.decoder import accumulators_for_recordings
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import is_loss_fused
 from sft_play.models.images import image_inputs_of
-from sft_play.plan.fast import RECORDING_STRATEGIES
 from sft_play.plan.needs import needs_boundaries
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.speed import step_flops
@@ -89,9 +87,6 @@ def build_loop(
     if config.train.load_best_model_at_end:
         # if a run diverges after a scored checkpoint, it ends with the best of them
         loop.loss_watch.best_step = lambda: best_step(loop.state.log_history, metric)
-    is_recording = context.plan.ranks.strategy in RECORDING_STRATEGIES
-    if config.train.cuda_graphs and process.is_gpu and is_recording:
-        loop.accumulators = accumulators_for_recordings(model)
     return loop
 
 

@@ -160,8 +160,11 @@ class Engine:
         return norm
 
     def end_step(self) -> None:
-        """Step the schedule, unless the optimizer skipped its step, and drop the gradients."""
-        if not self.accelerator.optimizer_step_was_skipped:
+        """Step the schedule, also for a step that a guard skipped, and drop the gradients.
+
+        A step that the loss scaler of fp16 skips does not count.
+        """
+        if not (self.args.fp16 and self.accelerator.optimizer_step_was_skipped):
             self.lr_scheduler.step()
         for parameter in self._trained():
             parameter.grad = None

@@ -94,8 +94,6 @@ class StepGuard:
             is_finite = torch.tensor(not is_bad, device=device)
         elif engine.is_deepspeed:
             was_applied = engine.wrapped.was_step_applied()
-            if not was_applied:
-                engine.lr_scheduler.step()  # a skipped step also counts in the schedule
         elif optimizer.defaults.get("fused") and not engine.trains_divided:
             # torch's fused optimizers read it on the device, for plain tensors
             optimizer.found_inf = 1.0 - is_finite.float()

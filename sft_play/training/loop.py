@@ -27,7 +27,6 @@ from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler
 from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
-from sft_play.models.fast.graphs.decoder import GraphedDecoder
 from sft_play.runs import stamp
 from sft_play.training.batches import (
     LOSS_TARGETS,
@@ -58,6 +57,10 @@ from sft_play.training.guards import GUARDS, GradientWatch, Movement, StepGuard
 from sft_play.training.step_log import StepLog
 
 
+def report_nothing(folder: Path) -> None:
+    """Ignore a checkpoint."""
+
+
 @dataclass
 class TrainingLoop:
     """A loop whose steps train the same rows on any number of ranks. NaN raises an error."""
@@ -76,11 +79,9 @@ class TrainingLoop:
     stamp: stamp.Stamp
     best_metric: str = "eval_loss"  # the checkpoint with the best value is never removed
     expert_use: ExpertUse | None = None  # counts from the first step on
-    graphs: GraphedDecoder | None = None  # replays the layers, from the first step on
     movement: Movement | None = None  # from the start of training on
-    report_saved: Callable[[Path], object] = bool  # called with each checkpoint
+    report_saved: Callable[[Path], None] = report_nothing  # called with each checkpoint
     checkpoint: Path | None = None  # the first epoch resumes from it
-    accumulators: object = None  # accumulates gradients, needed while CUDA graphs are recorded
 
     def __post_init__(self) -> None:
         # the types as loaded: DeepSpeed casts the trained weights
@@ -248,7 +249,7 @@ class TrainingLoop:
         self.events.call("on_step_end")
         if step == state.max_steps or (step == 1 and state.max_steps < state.logging_steps):
             self.control.should_log = True
-        if self.is_converging() and self.control.should_log:
+        if not self.stop_if_diverged() and self.control.should_log:
             self.log_steps(norm, rate)
         self.evaluate_and_save()
 
@@ -262,13 +263,10 @@ class TrainingLoop:
         waiting: Any = nullcontext()
         if not (is_last or engine.is_deepspeed):
             waiting = engine.accelerator.no_sync(engine.wrapped)
-        averaging: Any = nullcontext()
-        if self.graphs is not None:
-            averaging = self.graphs.in_place_of_ddp(engine.wrapped, is_last)
         if not engine.wrapped.training:
             engine.wrapped.train()  # visits every module: some 3,600 of 48 layers with adapters
         self.memory.enter("forward")
-        with waiting, averaging:
+        with waiting:
             inputs = send_to_device(inputs, engine.args.device, non_blocking=True)
             loss = self.compute_loss(inputs, labelled_tokens)
             self.step_log.add_loss(loss.detach(), total_weight(inputs) / labelled_tokens)
@@ -283,8 +281,11 @@ class TrainingLoop:
         # for a model placed on several GPUs, it is on the GPU of the output head
         return (loss * self.process.world_size).to(self.engine.args.device)
 
-    def is_converging(self, keeps_last: bool = True) -> bool:
-        """Return whether no step so far has diverged. See `StepGuard.flush` for `keeps_last`.
+    def stop_if_diverged(self, keeps_last: bool = True) -> bool:
+        """End training if a step so far has diverged; return whether one has.
+
+        See `StepGuard.flush` for `keeps_last`.
+
 
         Raises: DivergedError, on every rank, unless the best weights are published instead.
         """
@@ -292,10 +293,10 @@ class TrainingLoop:
             self.guard.flush(self.engine.args.learning_rate, keeps_last)
         except DivergedError as error:
             self.loss_watch.diverge(error, self.state.global_step)
-        if self.loss_watch.diverged is None:
-            return True
-        stop_training(self.control)
-        return False
+        has_diverged = self.loss_watch.diverged is not None
+        if has_diverged:
+            stop_training(self.control)
+        return has_diverged
 
     def log_steps(self, norm: Tensor | float, rate: float) -> None:
         """Log the mean loss of the steps since the last log, if there are any."""
@@ -327,13 +328,13 @@ class TrainingLoop:
 
     def without_diverged(self, logs: dict[str, float]) -> dict[str, float]:
         """Return the log; if the run has diverged, only its finite numbers."""
-        if self.is_converging(keeps_last=False):
-            return logs
-        return {name: value for name, value in logs.items() if math.isfinite(value)}
+        if self.stop_if_diverged(keeps_last=False):
+            return {name: value for name, value in logs.items() if math.isfinite(value)}
+        return logs
 
     def evaluate_and_save(self) -> None:
         """Evaluate, and save a checkpoint, if the callbacks have asked for it."""
-        if not self.is_converging():
+        if self.stop_if_diverged():
             return
         if self.control.should_evaluate:
             self.evaluate()
@@ -368,7 +369,7 @@ class TrainingLoop:
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint of this step, unless the run has diverged. Every rank must call it."""
-        if not self.is_converging(keeps_last=False):
+        if self.stop_if_diverged(keeps_last=False):
             return
         started = time.perf_counter()
         control = self.control

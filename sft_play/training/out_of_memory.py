@@ -25,7 +25,7 @@ FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGT]iB) is free")
 FULL_GPU = re.compile(r"GPU (\d+) has a total capacity")
 STEP_PHASES = ("forward", "backward", "optimizer")
 # Components that a measurement cannot tell apart; `measured_beyond` exists once a probe has run
-TRANSIENT = ("activations", "logits", "buckets", "graphs", "measured_beyond")
+TRANSIENT = ("activations", "logits", "buckets", "measured_beyond")
 
 
 @dataclass

@@ -202,7 +202,7 @@ class Probe:
         )
 
     def _needs(self, point: Point, layout: Layout) -> int:
-        return point.peak + probe_fit.unmeasured_bytes(self.step, layout)
+        return point.peak + probe_fit.context_bytes(self.step, layout)
 
     def _measure(self, dry_run: DryRun, layout: Layout) -> Point | None:
         """Return the largest peaks of a step over all ranks; None if it does not fit on one."""

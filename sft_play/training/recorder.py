@@ -55,6 +55,15 @@ STUCK = (
 )
 
 
+def no_wait() -> None:
+    """Return at once: no other thread ends this rank."""
+
+
+def no_rank_gone() -> list[int]:
+    """Return []: nothing watches other ranks."""
+    return []
+
+
 class RunRecorder:
     """A context around a rank's work that records it in run.json.
 
@@ -72,9 +81,11 @@ class RunRecorder:
         self.exit_class = ExitClass.UNEXPECTED
         # sends an error to the other ranks, and ends the process
         self.announce: Callable[[ExitClass, str], object] | None = None
-        self.await_follow: Callable[[], object] = bool  # waits for the thread that ends this rank
+        self.await_follow: Callable[[], object] = (
+            no_wait  # waits for the thread that ends this rank
+        )
         self.gone: list[int] = []  # ranks of this machine that had ended when a signal arrived
-        self.find_gone: Callable[[], list[int]] = list  # from the watch over other ranks
+        self.find_gone: Callable[[], list[int]] = no_rank_gone  # from the watch over other ranks
         self.explain_out_of_memory: Explain | None = None
         self.state: Any = None  # transformers' state of the training loop, once it has started
         self._of_front_end = folder.read_report().timeline or []

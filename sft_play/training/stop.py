@@ -6,7 +6,6 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -26,7 +25,7 @@ STUCK_SECONDS = 20.0
 
 
 class StopOnSignal(TrainerCallback):
-    """Ends the run on a stop signal after the current step, or after `stop_step`.
+    """Ends the run on a stop signal after the current step, or after `last_step_of`.
 
     Either way it saves a checkpoint.
 
@@ -44,7 +43,7 @@ class StopOnSignal(TrainerCallback):
         self.is_ending = False  # the trained weights are saved
         self.stopped = False  # on request
         self.is_paused = False  # by train.stop_after
-        self.stop_step: Callable[[int], int] = int  # the last step of this launch, of all steps
+        self.last_step_of = every_step  # the last step of this launch, of all steps
         signals.on_first = self._obey
         signals.at_once = recorder.leave
 
@@ -126,7 +125,8 @@ class StopOnSignal(TrainerCallback):
         return "by train.stop_after" if self.is_paused else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.is_paused = self.stop_step(state.max_steps) <= state.global_step < state.max_steps
+        last_step = self.last_step_of(state.max_steps)
+        self.is_paused = last_step <= state.global_step < state.max_steps
         if self.is_paused or self._agreed():
             stop_training(control)
             control.should_save = True
@@ -142,6 +142,11 @@ class StopOnSignal(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._agreed():
             stop_training(control)
+
+
+def every_step(steps: int) -> int:
+    """Return the last step of a run that does not pause."""
+    return steps
 
 
 def end_children() -> None:

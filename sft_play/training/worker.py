@@ -17,7 +17,6 @@ from sft_play.data.splits import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import EvaluationStopped
-from sft_play.models.fast.graphs.decoder import graph_layers
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.linears.lora import copy_adapters_at_once
 from sft_play.models.load import WeightPlaces, load_model
@@ -120,7 +119,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     held_out = HeldOutEvaluation(loop, evaluator, folder, recorder)
     stop.follow(loop.evaluator, evaluator)
     loop.report_saved = recorder.note_checkpoint
-    stop.stop_step = config.train.stops_after
+    stop.last_step_of = config.train.stops_after
     loop.events.add(observers.metrics_file, observers.trace, loop.step_log, stop)
     progress = Progress(process)
     loop.events.add(progress, observers.trackers)
@@ -236,7 +235,6 @@ def before_first_step(
     if not context.plan.layout.checkpointed_layers:  # a recomputed layer frees its copies
         copy_adapters_at_once(loop.engine.model, context.process.compute_dtype)
     # last: a probe's steps do not count
-    loop.graphs = graph_layers(loop.engine.model, context.config, context.plan, context.process)
     loop.expert_use = ExpertUse(loop.engine.model)
     loop.step_log.reset(loop.state.global_step)
 
@@ -325,8 +323,6 @@ def finish(recorder: RunRecorder, loop: TrainingLoop, stopped: str | None) -> No
             if "loss" in entry
         ],
     )
-    if loop.graphs is not None:
-        logger.info("%s", loop.graphs.counts.line())
     if stopped is not None:
         folder = recorder.folder.path if recorder.rank == 0 else "the first machine's folder"
         cause = f"stopped {stopped} at step {step}; continue with TRAIN_RESUME_FROM={folder}"

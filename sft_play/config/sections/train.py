@@ -185,12 +185,6 @@ class TrainSection(Section):
         description="Compute with fused kernels: the same result in less time and memory. auto is "
         "on if model, mode and device allow it; false is plain transformers and PEFT.",
     )
-    cuda_graphs: bool = Field(
-        False,
-        description="Replay the layers of adapter runs, on one GPU or under ddp or ep, as CUDA "
-        "graphs: for a CPU that is slower than the GPU, and for MoE models "
-        "(docs/evidence/fast.md).",
-    )
     profile_steps: int = Field(
         0,
         ge=0,

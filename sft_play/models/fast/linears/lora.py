@@ -275,8 +275,7 @@ def forget_changed(groups: Sequence[LinearGroup], *_: Any) -> None:
 class AdapterCopies:
     """A hook that casts the adapters of fused linears before each forward pass in training.
 
-    Kernels that cast the adapters of one linear are too small to fill a GPU. CUDA graphs read the
-    copies at the same addresses in every step.
+    Kernels that cast the adapters of one linear are too small to fill a GPU.
     """
 
     def __init__(self, groups: Sequence[BoundLinears], dtype: torch.dtype):

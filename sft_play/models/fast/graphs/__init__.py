@@ -1,1 +1,0 @@
-"""The layers of a decoder as CUDA graphs."""
