@@ -74,9 +74,12 @@ class Config(Section):
 
 
 def with_present_names(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section of a run of any version; until November 2026 encoders were called towers."""
+    """Return a section of a run of any version; until November 2026 encoders were called towers.
+
+    eval_time_budget was the share of the time that eval_token_share is of the tokens.
+    """
     return {
-        name.replace("towers", "encoders"): value
+        name.replace("towers", "encoders").replace("time_budget", "token_share"): value
         for name, value in section.items()
         if name not in REMOVED
     }
