@@ -53,7 +53,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Supervised fine-tuning, from a YAML file to a checked adapter.",
+    help="Supervised fine-tuning, from a YAML file to a checked adapter. Settings are words after "
+    "a command, such as MODEL_NAME=Qwen/Qwen2.5-0.5B DATA_TRAIN_PATH=rows.jsonl, or variables of "
+    "the environment; `sft-play config` lists them.",
 )
 
 
@@ -68,7 +70,7 @@ def before(context: typer.Context) -> None:
         typer.echo(f"warning: {command} does not read {names} of the environment", err=True)
 
 
-@app.command("check-variables")
+@app.command("check-variables", hidden=True)
 def check_variables() -> None:
     """Check the variables of a make call, as every command does, and that its targets exist."""
     targets.refuse_unknown_targets(loader.environment())
@@ -321,7 +323,7 @@ def main(words: Sequence[str] | None = None, launched: Launched | None = None) -
     guard_output(targets.shown)
     log_to_stderr()
     with _errors_as_messages():
-        app(words, prog_name="python -m sft_play", obj=launched)
+        app(words, prog_name="sft-play", obj=launched)
 
 
 def main_of_process() -> None:

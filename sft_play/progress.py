@@ -43,6 +43,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.started_at = self.clock()
+        self._done_before = self.done
 
     def advance(self, count: int) -> None:
         """Count what has been done since the last call."""
@@ -54,10 +55,13 @@ class Stage:
         parts = []
         if self.total is not None:
             parts.append(f"{in_short(self.done)}/{in_short(self.total)} {self.unit}")
-        if self.total is None or self.done in (0, self.total):  # of a compressed file rows continue
+        if self.total is None or self.done in (
+            self._done_before,
+            self.total,
+        ):  # of a compressed file rows continue
             parts.append(f"{duration(seconds)} so far")
         else:
-            rate = self.done / max(seconds, 1e-9)
+            rate = (self.done - self._done_before) / max(seconds, 1e-9)
             parts.append(f"{in_short(rate)} {self.unit}/s")
             parts.append(f"{duration((self.total - self.done) / rate)} left")
         if self.measure is not None:
@@ -66,6 +70,7 @@ class Stage:
 
 
 _open_stages: list[Stage] = []  # the innermost is the last
+_said_at = 0.0  # when the last line was said, by time.monotonic
 
 
 class Output:
@@ -157,6 +162,8 @@ def go_on_without_output() -> None:
 
 def say(line: str) -> None:
     """Log a line, above a bar if there is one."""
+    global _said_at
+    _said_at = time.monotonic()
     from tqdm import tqdm  # 20 ms, and few commands take long enough to say something
 
     with tqdm.external_write_mode(file=sys.stdout):
@@ -194,7 +201,7 @@ def log_to_stderr() -> None:
 
 @contextlib.contextmanager
 def watched(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
-    """Say a line of the stage every EVERY_SECONDS while the context is open.
+    """Say a line of the stage if nothing was said for EVERY_SECONDS, while the context is open.
 
     A stage inside another speaks in its place.
     `is_shown` is False if another rank speaks. The lines come from a thread, so they also come
@@ -206,9 +213,13 @@ def watched(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
     ended = threading.Event()
 
     def speak() -> None:
-        while not ended.wait(EVERY_SECONDS):
-            if _open_stages and _open_stages[-1] is stage:
-                say(stage.line())
+        quiet = EVERY_SECONDS
+        while not ended.wait(quiet):
+            quiet = _said_at + EVERY_SECONDS - time.monotonic()
+            if quiet <= 0:
+                quiet = EVERY_SECONDS
+                if _open_stages and _open_stages[-1] is stage:
+                    say(stage.line())
 
     speaker = threading.Thread(target=speak, name=f"progress of {stage.title}", daemon=True)
     _open_stages.append(stage)

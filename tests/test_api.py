@@ -193,7 +193,9 @@ def test_an_interrupt_stops_a_run_with_a_checkpoint(few_rows, monkeypatch):
         printed.append(line)
 
     monkeypatch.setattr("builtins.print", interrupt_at_a_step)
-    with pytest.raises(StoppedOnRequest, match="continue with TRAIN_RESUME_FROM=") as stopped:
+    with pytest.raises(
+        StoppedOnRequest, match="continue with make train TRAIN_RESUME_FROM="
+    ) as stopped:
         sft_play.train("tiny", train=settings, data=few_rows, run="stopped")
     assert stopped.value.__notes__ == [f"run {Path('outputs/stopped')}"]
     assert os.listdir("outputs/stopped/checkpoints")

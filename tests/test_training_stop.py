@@ -186,7 +186,7 @@ def test_a_stopped_run_says_so_and_can_be_resumed(
     assert (report["status"], report["exit_class"]) == ("stopped", 75) and 2 <= step < 300
     assert (
         report["cause"]
-        == f"stopped on request at step {step}; continue with TRAIN_RESUME_FROM={folder.path}"
+        == f"stopped on request at step {step}; continue with make train TRAIN_RESUME_FROM={folder.path}"
     )
     assert "after" not in report["metrics"] and [entry["step"] for entry in report["loss"]] == list(
         range(1, step + 1)
@@ -498,14 +498,15 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_cause(folder, caplog)
     assert "run.json cannot be written" in caplog.text
 
 
-def test_a_first_step_that_takes_long_says_that_it_goes_on(caplog, monkeypatch):
+def test_steps_that_take_long_say_that_training_goes_on(caplog, monkeypatch):
     monkeypatch.setattr("sft_play.progress.EVERY_SECONDS", 0.05)
     caplog.set_level("INFO")
-    with contextlib.closing(Progress(ALONE)) as first_step:
-        first_step.on_step_begin(None, None, None)
+    state = TrainerState(max_steps=9)
+    with contextlib.closing(Progress(ALONE)) as progress:
+        progress.on_step_begin(None, state, None)
         time.sleep(0.2)
-        first_step.on_step_end(None, None, None)
-        said = caplog.text.count("computing the first step")
-        first_step.on_step_begin(None, None, None)
+        progress.on_step_end(None, state, None)
+        said = caplog.text.count("computing the first step: 0/9 steps")
         time.sleep(0.2)
     assert said >= 2 and caplog.text.count("computing the first step") == said
+    assert "training: 1/9 steps" in caplog.text

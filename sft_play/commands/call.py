@@ -25,6 +25,7 @@ from sft_play.runs.earlier_adapter import SETTING, refuse_other_base, settings_o
 from sft_play.runs.files import free_name, write_text
 from sft_play.runs.resumed import settings_of_run
 
+NO_ROWS = "no DATA_TRAIN_PATH is given"
 FIRST_MACHINE = "the-first-machine"  # used if nothing is launched
 
 
@@ -125,8 +126,10 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
     return loaded
 
 
-def look(call: Call, loaded: LoadedConfig, may_fetch: bool) -> recipe.RecipeFacts:
-    """Return the inputs of the recipe, after reading model and rows.
+def look(
+    call: Call, loaded: LoadedConfig, may_fetch: bool, has_rows: bool = True
+) -> recipe.RecipeFacts:
+    """Return the inputs of the recipe, after reading model and rows, if there are rows.
 
     Raises: EnvironmentFault if the model is not found. `may_fetch` is passed to `look_at_rows`.
     """
@@ -138,16 +141,18 @@ def look(call: Call, loaded: LoadedConfig, may_fetch: bool) -> recipe.RecipeFact
     from sft_play.data.row_facts import look_at_rows
 
     positions = load_positions(model, call.environ, may_fetch)
-    rows = look_at_rows(loaded.config, call.environ, may_fetch)
+    rows = look_at_rows(loaded.config, call.environ, may_fetch) if has_rows else NO_ROWS
     return recipe.RecipeFacts(shape.parameters, positions, rows)
 
 
-def settle(call: Call, loaded: LoadedConfig, may_fetch: bool) -> LoadedConfig:
+def settle(
+    call: Call, loaded: LoadedConfig, may_fetch: bool, has_rows: bool = True
+) -> LoadedConfig:
     """Return the config with the numbers of the recipe. Raises: as `look`."""
     require_base(loaded.config, call.environ)
     if recipe.is_settled(loaded.config):
         return loaded
-    return recipe.settle(loaded, look(call, loaded, may_fetch))
+    return recipe.settle(loaded, look(call, loaded, may_fetch, has_rows))
 
 
 def plan_run(

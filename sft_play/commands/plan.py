@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sft_play.commands.call import (
+    NO_ROWS,
     Call,
     as_text,
     load_config,
@@ -32,7 +33,7 @@ def plan_for_display(call: Call, distributed: bool, use_deepspeed: bool) -> Plan
     """Return the plan of `make plan`: the fastest strategy that fits, unless one is requested."""
     loaded = load_config(call)
     refuse_unsafe_base(loaded.config)
-    loaded = settle(call, loaded, may_fetch=False)
+    loaded = settle(call, loaded, False, has_rows=not names_no_rows(call))
     if distributed or use_deepspeed:
         return plan_run(call, loaded, distributed, use_deepspeed)
     return fastest(loaded, call.invocation, call.hardware, call.environ)
@@ -42,7 +43,7 @@ def plan_text(call: Call, planned: PlannedRun, as_json: bool) -> str:
     """Return the text of `make plan`, or its JSON."""
     plan = planned.plan
     command = launch.launch_command(plan.ranks, Path("outputs/<run>"), call.environ)
-    trained = work_or_reason(planned)
+    trained = NO_ROWS if names_no_rows(call) else work_or_reason(planned)
     output_dir = Path(planned.config.train.output_dir)
     near = accuracy.of_runs(output_dir, plan.ranks.device, plan.gpu)
     has_both = call.invocation.exact and plan.step.model.model_type in LLAMA_LIKE
@@ -56,6 +57,13 @@ def plan_text(call: Call, planned: PlannedRun, as_json: bool) -> str:
     if has_both:
         lines.append(report.closed_form_line(plan))
     return "\n".join(lines)
+
+
+def names_no_rows(call: Call) -> bool:
+    """Return whether a model is planned for other hardware, and no rows are named for it."""
+    given = given_variables(call)
+    has_rows = "DATA_TRAIN_PATH" in given or "CONFIG" in given
+    return bool(call.invocation.gpus) and "MODEL_NAME" in given and not has_rows
 
 
 def work_or_reason(planned: PlannedRun) -> Workload | str:

@@ -181,10 +181,13 @@ def _no_format(path: Path, columns: Columns, records: Records, keys: list[str]) 
             f"{found}; tokens are not read, as another tokenizer's ids mean other texts; write the "
             "texts that they were made of, as messages or as prompt and completion"
         )
-    candidates = () if columns else chain(_candidates(records[0]), _by_position(records, keys))
-    suggested = _find_columns(records, candidates)
-    if suggested:
+    if not columns and (suggested := _find_columns(records, _candidates(records[0]))):
         return f"{found}; no row format has these. Name the columns: {columns_setting(suggested)}"
+    if not columns and (suggested := _find_columns(records, _by_position(records, keys))):
+        return (
+            f"{found}; no row format has these. Name the columns (a guess from their order): "
+            f"{columns_setting(suggested)}"
+        )
     return (
         f"{found}; no row format has these, and docs/data.md lists the formats. If other names "
         "contain a question and its answer, name the columns: "
@@ -193,14 +196,27 @@ def _no_format(path: Path, columns: Columns, records: Records, keys: list[str]) 
 
 
 def _by_position(records: Records, keys: Sequence[str]) -> Iterator[Columns]:
-    """Yield the only two columns with texts of several words, as question and answer."""
-    texts = []
-    for key in keys:
-        words = sum(" " in str(record.get(key)).strip() for record in records)
-        if 2 * words > len(records) and PLAIN_NAME.fullmatch(key):  # else perhaps a first row
-            texts.append(key)
-    if len(texts) == 2:
-        yield {"question": texts[0], "answer": texts[1]}
+    """Yield the only two columns with texts as question and answer.
+
+    Other columns may have single words, or numbers, if these two have several words.
+    """
+    names = [key for key in keys if PLAIN_NAME.fullmatch(key)]  # else perhaps a first row
+    for is_text in (_has_words, _is_no_number):
+        texts = [key for key in names if 2 * sum(map(is_text, _texts(records, key))) > len(records)]
+        if len(texts) == 2:
+            yield {"question": texts[0], "answer": texts[1]}
+
+
+def _texts(records: Records, key: str) -> Iterator[str]:
+    return (str(record.get(key) or "").strip() for record in records)
+
+
+def _has_words(text: str) -> bool:
+    return " " in text
+
+
+def _is_no_number(text: str) -> bool:
+    return any(character.isalpha() for character in text)
 
 
 class Leaf(NamedTuple):

@@ -160,9 +160,8 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
             "ACCELERATE_USE_CPU": use_cpu,
             "DS_ACCELERATOR": "cpu",
         }
-        if "OMP_WAIT_POLICY" not in environ:
-            # spinning threads slowed generation 60-fold while another program was busy
-            defaults["GOMP_SPINCOUNT"] = "20000"
+        # spinning threads slowed generation 60-fold while another program was busy
+        defaults["OMP_WAIT_POLICY"] = "PASSIVE"
     if ranks.nodes > 1 and (interface := interface_to(ranks.master_addr)):
         # gloo uses the address of the host's name, which on many clusters is a loopback address
         defaults["GLOO_SOCKET_IFNAME"] = interface

@@ -61,6 +61,12 @@ def start_command(plan: RunPlan, given: Mapping[str, str]) -> list[str]:
     return make_command(target, variables)
 
 
+def resume_command(plan: RunPlan, folder: Path) -> str:
+    """Return the make command that continues a run from its folder."""
+    variables = {"TRAIN_RESUME_FROM": folder, **_rank_variables(plan)}
+    return " ".join(make_command(TARGETS[plan.ranks.strategy], variables))
+
+
 def does_not_fit(plan: RunPlan) -> OutOfMemory:
     """Return the error of a plan that does not fit: what is missing, and the best changes."""
     changes = [change.words for change in plan.changes]

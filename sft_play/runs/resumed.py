@@ -199,10 +199,16 @@ def refuse_other_steps(
             "copied over another one; choose another checkpoint"
         )
     if saved.data_digest != data_digest:
+        further = ""
+        if saved.mode != "full":
+            run = resumed_run(str(checkpoint))
+            has_adapter = run is not None and (run.path / "adapter").is_dir()
+            named = run.path if has_adapter else checkpoint
+            further = f"; to train its adapter further on these, set MODEL_ADAPTER={named} instead"
         raise CheckpointError(
             f"{checkpoint}: its run had other rows (digest {saved.data_digest}, now "
             f"{data_digest}), so the rows that are left to train are not known. Use the "
-            "files that it was trained on, or start a new run without TRAIN_RESUME_FROM"
+            f"files that it was trained on, or start a new run without TRAIN_RESUME_FROM{further}"
         )
     if saved.effective_batch != effective_batch:
         rows = saved.effective_batch

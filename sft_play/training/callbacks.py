@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback
 
 from sft_play.process import Process
-from sft_play.progress import Stage, watched
+from sft_play.progress import Stage, say, watched
 from sft_play.runs.report import logged_losses, logged_scores
 from sft_play.training.checks import modes_restored
 
@@ -81,26 +81,22 @@ class EvalSpeedCallback(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """Shows a progress bar on the main rank's terminal, and one line for each log.
+    """Says one line for each log, and how far training is; on a terminal, a bar shows it, too.
 
-    The first step compiles. Until `close`, the bar prints every few seconds that it continues.
+    Only the main rank does. From the first step until `close`, no EVERY_SECONDS pass without a
+    line.
     """
 
     def __init__(self, process: Process):
         self.is_shown = process.is_main
+        self.compiles = process.is_gpu
         self.bar: tqdm | None = None
-        self._first_step: contextlib.ExitStack | None = None
+        self.stage: Stage | None = None  # from the first step on
+        self._watch = contextlib.ExitStack()
 
     def close(self) -> None:
-        """Stop printing that the first step continues."""
-        if self._first_step is not None:
-            self._first_step.close()
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self._first_step is None:
-            stage = Stage("computing the first step, for which kernels may be compiled")
-            self._first_step = contextlib.ExitStack()
-            self._first_step.enter_context(watched(stage, self.is_shown))
+        """Say nothing more."""
+        self._watch.close()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw the bar, on a terminal."""
@@ -114,15 +110,23 @@ class Progress(TrainerCallback):
                 leave=False,
             )
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stage is None:
+            compiling = ", for which kernels may be compiled" if self.compiles else ""
+            title = f"computing the first step{compiling}"
+            self.stage = Stage(title, state.max_steps, "steps", done=state.global_step)
+            self._watch.enter_context(watched(self.stage, self.is_shown))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._first_step.close()
+        self.stage.title = "training"
+        self.stage.advance(1)
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
     ) -> None:
-        """Show a log."""
+        """Say a log."""
         has_loss = "loss" in logs or "eval_loss" in logs
         if not self.is_shown or not has_loss:
             return
@@ -132,13 +136,10 @@ class Progress(TrainerCallback):
         facts = " ".join(f"{name}={logs[name]:.4g}" for name in names if name in logs)
         if "tokens_per_second" in logs:
             facts += f" tokens_per_second={logs['tokens_per_second']:.0f}"
-        pause = contextlib.nullcontext()
-        if self.bar is not None:
-            pause = tqdm.external_write_mode(file=sys.stdout)
-        with pause:
-            logger.info("step %d/%d %s", state.global_step, state.max_steps, facts)
+        say(f"step {state.global_step}/{state.max_steps} {facts}")
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.close()
         if self.bar is not None:
             self.bar.close()
             self.bar = None

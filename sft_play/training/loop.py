@@ -56,6 +56,8 @@ from sft_play.training.experts import ExpertUse
 from sft_play.training.guards import GUARDS, GradientWatch, Movement, StepGuard
 from sft_play.training.step_log import StepLog
 
+LEAST_LOGS = 20  # of a run, unless it has fewer steps
+
 
 def report_nothing(folder: Path) -> None:
     """Ignore a checkpoint."""
@@ -166,6 +168,7 @@ class TrainingLoop:
             self.loss_watch.replay(state.log_history)
         # a resumed state has the logging and saving intervals of the run that wrote it; use ours
         state.compute_steps(args, steps)
+        state.logging_steps = min(state.logging_steps, max(1, steps // LEAST_LOGS))
         state.max_steps = steps
         state.num_train_epochs = math.ceil(steps / self.steps_per_epoch)
         state.is_local_process_zero = process.local_rank == 0
@@ -247,7 +250,7 @@ class TrainingLoop:
         state.global_step = step
         state.epoch = epochs
         self.events.call("on_step_end")
-        if step == state.max_steps or (step == 1 and state.max_steps < state.logging_steps):
+        if step in (1, state.max_steps):
             self.control.should_log = True
         if not self.stop_if_diverged() and self.control.should_log:
             self.log_steps(norm, rate)

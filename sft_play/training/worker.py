@@ -16,11 +16,12 @@ from sft_play.data.assemble import DataFacts, RunData, assemble
 from sft_play.data.splits import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
-from sft_play.evaluation.evaluator import EvaluationStopped
+from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.linears.lora import copy_adapters_at_once
 from sft_play.models.load import WeightPlaces, load_model
 from sft_play.models.vocabulary import check_vocabulary
+from sft_play.plan.next_command import resume_command
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
 from sft_play.progress import Stage, watched
@@ -138,7 +139,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     check_weights(context, loop, recorder, is_complete)
     weights = save_weights(context, loop, recorder, is_complete)
     recorder.lap("save")
-    finish(recorder, loop, stop.reason)
+    finish(context, recorder, loop, stop.reason)
     if process.is_main:
         logger.info("%s", "\n".join(summary_lines(recorder.report, held_out, folder, weights)))
     group.leave()
@@ -202,26 +203,13 @@ def before_first_step(
     held_out: HeldOutEvaluation,
     recorder: RunRecorder,
 ) -> None:
-    """Check the wrapped model, probe the planned step, and score the test rows."""
+    """Check the model, and score the test rows."""
     by_rank = context.memory.of_ranks()
     recorder.note(memory_by_rank=by_rank)
     if context.process.is_main and context.process.is_gpu:
         logger.info("%s", "\n".join(lines_before_training(by_rank)))
-    strategy = context.plan.ranks.strategy
-    with recorder.check("the model is wrapped as the strategy demands", f"strategy={strategy}"):
-        check_engine(loop.engine.wrapped, strategy)
-    context.memory.watch_optimizer(loop.engine.optimizer)
-    if context.config.train.probe:  # first: it may choose another batch
-        apply_probe(Probe(context, loop), [loop.evaluator, held_out.evaluator], recorder)
-    vocabulary, device = loop.engine.text_config.vocab_size, context.process.device
-    with recorder.check("no prediction depends on later tokens"):
-        check_causality(loop.engine.wrapped, vocabulary, device)
-    if loop.loss.context is not None:
-        with recorder.check("ranks that share rows compute what one computes"):
-            check_context(loop.engine.wrapped, loop.loss.context, vocabulary, context.process)
-    if context.plan.packing:
-        with recorder.check("packed documents do not see each other"):
-            check_cross_document(loop.engine.wrapped, loop.collator, vocabulary, device)
+    with watched(Stage("checking the model before the first step"), context.process.is_main):
+        check_before_first_step(context, loop, held_out.evaluator, recorder)
     held_out.limit_evaluations()
     before = recorder.report.scores("before") or take_over_before(context)
     if "rows" in before:  # of the run that is resumed
@@ -237,6 +225,27 @@ def before_first_step(
     # last: a probe's steps do not count
     loop.expert_use = ExpertUse(loop.engine.model)
     loop.step_log.reset(loop.state.global_step)
+
+
+def check_before_first_step(
+    context: RunContext, loop: TrainingLoop, of_test: Evaluator, recorder: RunRecorder
+) -> None:
+    """Check the wrapped model, and probe the planned step."""
+    strategy = context.plan.ranks.strategy
+    with recorder.check("the model is wrapped as the strategy demands", f"strategy={strategy}"):
+        check_engine(loop.engine.wrapped, strategy)
+    context.memory.watch_optimizer(loop.engine.optimizer)
+    if context.config.train.probe:  # first: it may choose another batch
+        apply_probe(Probe(context, loop), [loop.evaluator, of_test], recorder)
+    vocabulary, device = loop.engine.text_config.vocab_size, context.process.device
+    with recorder.check("no prediction depends on later tokens"):
+        check_causality(loop.engine.wrapped, vocabulary, device)
+    if loop.loss.context is not None:
+        with recorder.check("ranks that share rows compute what one computes"):
+            check_context(loop.engine.wrapped, loop.loss.context, vocabulary, context.process)
+    if context.plan.packing:
+        with recorder.check("packed documents do not see each other"):
+            check_cross_document(loop.engine.wrapped, loop.collator, vocabulary, device)
 
 
 def score_after(
@@ -292,7 +301,9 @@ def check_weights(
             check_equal_ranks(loop.engine.model, process, step)
 
 
-def finish(recorder: RunRecorder, loop: TrainingLoop, stopped: str | None) -> None:
+def finish(
+    context: RunContext, recorder: RunRecorder, loop: TrainingLoop, stopped: str | None
+) -> None:
     """Complete run.json with times, speed, peak memory, losses, and how the run ended.
 
     `stopped` is why the run stopped early, None if it did not. Every rank must call it.
@@ -324,8 +335,10 @@ def finish(recorder: RunRecorder, loop: TrainingLoop, stopped: str | None) -> No
         ],
     )
     if stopped is not None:
-        folder = recorder.folder.path if recorder.rank == 0 else "the first machine's folder"
-        cause = f"stopped {stopped} at step {step}; continue with TRAIN_RESUME_FROM={folder}"
+        way = "on the first machine"
+        if recorder.rank == 0:
+            way = f"with {resume_command(context.plan, context.folder.path)}"
+        cause = f"stopped {stopped} at step {step}; continue {way}"
         recorder.finish("stopped", ExitClass.STOPPED, cause)
     else:
         recorder.finish("done", ExitClass.DONE)

@@ -318,7 +318,11 @@ class TrainSection(Section):
         description="Evaluation batches whose generated ids stay on the device before they move "
         "to the CPU; null moves each at once.",
     )
-    logging_steps: PositiveInt = Field(10, description="Optimizer steps between two logged losses.")
+    logging_steps: PositiveInt = Field(
+        10,
+        description="Optimizer steps between two logged losses; fewer if a run would have less "
+        "than 20 logs.",
+    )
     report_to: Trackers = Field(
         ["tensorboard"],
         json_schema_extra={
