@@ -136,6 +136,8 @@ BAD_FILES: list[tuple[str, bytes, str, str]] = [
     ("a.parquet", parquet_of(question=[], answer=[]), "", "no rows"),
     ("a.parquet", parquet_of(problem=["q"], answer=["a"]), "",
      "the columns are problem, answer; no row format has these. Name the columns"),
+    ("a.csv", b"wish,reply\nCancel,Done\n", "",
+     "(a guess from their order): DATA_COLUMNS='{question: wish, answer: reply}'"),
     ("a.arrow", b"", "", "not a complete Arrow stream"),
     ("a.arrow", STREAM[:-8], "", "not a complete Arrow stream"),
     ("a.arrow", STREAM[:LAST_BATCH], "", "not a complete Arrow stream"),
