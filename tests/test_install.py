@@ -103,6 +103,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 def test_an_install_takes_torch_from_its_own_index_and_goes_on_where_one_was_cut_short(project):
     done = make(project, "install", TORCH="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "torch==2.13.0+cpu: done in " in done.stdout and "Processing" not in done.stdout
+    assert "Processing" in (project / ".venv" / "install.log").read_text()
     assert script(project, "torch") == "2.13.0+cpu\n"
     assert make(project, ".venv/.installed").stdout == "", "nothing to do"
 
@@ -158,7 +160,7 @@ def test_a_failed_install_says_what_to_type_and_leaves_no_stamp(project):
     done = make(project, "install", TORCH="cu126")
     assert done.returncode != 0
     assert "No matching distribution found for torch==2.13.0+cu126" in done.stdout + done.stderr
-    assert "see what the lines above say, then type make install again" in done.stderr
+    assert "say, then type make install again" in done.stderr
     assert not (project / ".venv" / ".installed").exists()
 
 
@@ -197,7 +199,8 @@ def test_only_a_virtual_environment_is_deleted(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("installer", ["pip", "uv"])
 def test_only_torch_comes_from_pytorchs_index_and_at_the_pinned_version(installer, monkeypatch):
     monkeypatch.setenv("TORCH_INDEX", "https://mirror.example/whl/")
-    first, *rest = program.install_commands("/venv/bin/python", installer, "cpu", has_gpu=False)
+    commands = program.install_commands("/venv/bin/python", installer, "cpu", has_gpu=False)
+    first, *rest = commands.values()
     assert first[-4:-1] == ["--index-url", "https://mirror.example/whl/cpu", "--no-deps"]
     pins = (ROOT / "requirements-build.txt").read_text()
     assert first[-1].endswith("+cpu") and first[-1].removesuffix("+cpu") in pins
@@ -208,7 +211,7 @@ def test_only_torch_comes_from_pytorchs_index_and_at_the_pinned_version(installe
 def test_kernels_for_gpus_come_where_a_driver_is_seen():
     def has_kernels(build, has_gpu):
         commands = program.install_commands("/venv/bin/python", "pip", build, has_gpu)
-        return str(ROOT / "requirements-gpu.txt") in commands[-1]
+        return "kernels for GPUs" in commands
 
     assert has_kernels("", has_gpu=True)
     assert not has_kernels("", has_gpu=False)

@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,9 @@ MAKE_VENV = {
     "uv": ["uv", "venv", "--seed", "--python", sys.executable, str(VENV)],
 }
 USAGE = "no such words; write add FILE for a requirements file, --check, or nothing to install all"
+ENVIRON = {**os.environ, "DS_BUILD_OPS": "0"}
+EVERY_SECONDS = 8  # between two lines of an install
+LINES_SHOWN = 30  # of a log, if an install fails
 ASK_VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 
@@ -143,8 +147,9 @@ def install() -> None:
         )
     has_gpu = cuda is not None
     with requirements(transformers) as folder:
-        for command in install_commands(python, installer, build, has_gpu, folder):
-            run([*command, "--upgrade"] if transformers == NEWEST else command)
+        (VENV / "install.log").write_bytes(b"")
+        for title, command in install_commands(python, installer, build, has_gpu, folder).items():
+            run_logged(title, [*command, "--upgrade"] if transformers == NEWEST else command)
     stamp = make_stamp(version_of(python))
     if transformers:
         stamp["transformers"] = installed_transformers(VENV)
@@ -239,31 +244,59 @@ def choose(values: tuple[str, ...], name: str, default: str) -> str:
 
 def run(command: list[str]) -> None:
     """Run a command. Raises SystemExit where it fails; what it printed says why."""
-    done = subprocess.run(command, env={**os.environ, "DS_BUILD_OPS": "0"}, check=False)
+    done = subprocess.run(command, env=ENVIRON, check=False)
     if done.returncode != 0:
         raise SystemExit("see what the lines above say, then type make install again")
 
 
+def run_logged(title: str, command: list[str]) -> None:
+    """Run an installer whose lines go to install.log, and print one line every few seconds.
+
+    Raises SystemExit where it fails, after the last lines of the log.
+    """
+    log, started = VENV / "install.log", time.monotonic()
+    with log.open("ab") as file:
+        process = subprocess.Popen(command, env=ENVIRON, stdout=file, stderr=subprocess.STDOUT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+        while process.poll() is None:
+            print(f"{title}: {time.monotonic() - started:.0f} s, {last_lines(log, 1)}", flush=True)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(EVERY_SECONDS)
+    if process.returncode != 0:
+        print(last_lines(log, LINES_SHOWN), flush=True)
+        raise SystemExit(f"see what the lines above and {log} say, then type make install again")
+    print(f"{title}: done in {time.monotonic() - started:.0f} s", flush=True)
+
+
+def last_lines(log: Path, count: int) -> str:
+    """Return the last lines of a log; one line is cut to a terminal's width."""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    shown = [line for line in lines if line.strip()][-count:]
+    return shown[0].strip()[:80] if count == 1 and shown else "\n".join(shown)
+
+
 def install_commands(
     python: str, installer: str, build: str, has_gpu: bool, folder: Path = ROOT
-) -> list[list[str]]:
-    """Return the commands that install the requirements files of a folder for an interpreter."""
+) -> dict[str, list[str]]:
+    """Return the commands that install the requirements files of a folder, by what they install."""
     install = install_command(python, installer)
-    if installer == "pip":
-        install += ["--log", str(VENV / "install.log")]
-    commands = []
+    retries = ["--retries", "1"] if installer == "pip" else []  # torch may lie elsewhere, too
+    commands = {}
     if build:
         pins = (ROOT / "requirements-build.txt").read_text(encoding="utf-8").split()
         (torch,) = [pin for pin in pins if pin.startswith("torch==")]
         index = f"{(os.environ.get('TORCH_INDEX') or TORCH_INDEX).rstrip('/')}/{build}"
-        commands.append([*install, "--index-url", index, "--no-deps", f"{torch}+{build}"])
+        torch = f"{torch}+{build}"
+        commands[torch] = [*install, *retries, "--index-url", index, "--no-deps", torch]
     lock = str(folder / "requirements.lock")
-    commands.append([*install, "-r", str(folder / "requirements-build.txt"), "-c", lock])
+    build_file = str(folder / "requirements-build.txt")
+    commands["torch and build tools"] = [*install, "-r", build_file, "-c", lock]
     # DeepSpeed is built against the torch that is there; it compiles its ops when a run needs them
     rest = str(folder / "requirements.txt")
-    commands.append([*install, "--no-build-isolation", "-r", rest])
+    commands["libraries"] = [*install, "--no-build-isolation", "-r", rest]
     if has_gpu and build != "cpu":
-        commands.append([*install, "-r", str(folder / "requirements-gpu.txt")])
+        commands["kernels for GPUs"] = [*install, "-r", str(folder / "requirements-gpu.txt")]
     return commands
 
 
