@@ -64,7 +64,8 @@ def masks_of_documents() -> tuple[Tensor, Tensor]:
 def step(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the decoder's output for real tokens, and the gradients of all weights."""
     ids = torch.randint(5, 2000, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+    found = model(input_ids=ids, use_cache=False, output_hidden_states=True, **inputs)
+    hidden = found.hidden_states[-1]
     if "attention_mask" in inputs:
         hidden = hidden[inputs["attention_mask"].bool()]
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))

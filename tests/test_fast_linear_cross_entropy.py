@@ -17,7 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Pre
 from sft_play.data.batch import LossTokens, labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.loss import linear_cross_entropy
-from sft_play.models.fast.loss.head import fuse_loss, fused_nll, summed_nll, why_loss_not_fusable
+from sft_play.models.fast.loss.head import (
+    fuse_loss,
+    fused_nll,
+    read_loss_last,
+    summed_nll,
+    why_loss_not_fusable,
+)
 from sft_play.models.fast.loss.linear_cross_entropy import (
     HeadFormula,
     chunk_tokens,
@@ -286,6 +292,18 @@ def test_a_failed_pass_leaves_nothing_announced():
     with pytest.raises(TypeError):
         fused_nll(model, model, {"input_ids": "no tensor"}, labelled(labels))
     assert model(input_ids=ids).logits.shape == (2, 24, VOCABULARY)
+
+
+def test_the_loss_is_read_by_one_hook_and_after_those_of_a_wrapper():
+    model = tiny("llama")
+    fuse_loss(model)
+    ids, labels = batch()
+    model.lm_head.register_forward_hook(lambda head, args, nll: 2 * nll)  # as ZeRO-3's changes it
+    hooks = len(model.lm_head._forward_hooks)
+    before = fused_nll(model, model, {"input_ids": ids}, labelled(labels))
+    read_loss_last(model)
+    after = fused_nll(model, model, {"input_ids": ids}, labelled(labels))
+    assert after.item() == 2 * before.item() and len(model.lm_head._forward_hooks) == hooks
 
 
 # Where it does not apply

@@ -46,7 +46,6 @@ from sft_play.models.fast.context import ContextGroup
 from sft_play.models.fast.loss.head import (
     fused_nll,
     is_loss_fused,
-    labelled_tokens_of_rows,
     nll_of_rows,
 )
 from sft_play.models.sharding import resharding
@@ -292,7 +291,7 @@ class Evaluator:
         rows = TrainRows(self.scored)
         sequences = [rows[index] for index in indices]
         batch = PadCollator(self.tokenizer.pad_token_id)(sequences)
-        tokens = labelled_tokens_of_rows(batch.labels).tolist()
+        tokens = batch.labels[:, 1:].ne(IGNORE_INDEX).sum(dim=1).tolist()
         batch = replace(batch, loss=labelled(batch.labels)._replace(counts=tokens))
         if self.context is not None:
             batch = self.context.part.cut(batch)

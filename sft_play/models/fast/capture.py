@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sft_play.data.documents import DOCUMENTS, Documents
+from sft_play.data.documents import Documents
 from sft_play.models.architecture import decoder_of
 from sft_play.models.experts import find_experts, true_shape
+from sft_play.models.fast.documents import watch_documents
 from sft_play.models.sharding import device_of
 from sft_play.process import Process
 
@@ -153,9 +154,8 @@ def capture(
     last = min(window, longest - sum(LENGTHS))  # a packed row is not longer than a training row
     batches, documents = _batches(base, device, min(window, longest), last)
     if names_documents:
-        # as a model passes them on to its decoder
-        named = {**documents.arguments, DOCUMENTS: documents}
-        batches = {PACKED: batches[PACKED] | named}
+        batches = {PACKED: {**batches[PACKED], **documents.arguments}}
+        watch_documents(base, decoder).batch = documents
     for name, inputs in batches.items():
         with _recording(decoder, kinds, samples, name), preserving_state(decoder, device):
             decoder.eval()

@@ -1,9 +1,9 @@
 """The documents of a packed batch, for modules whose layer does not pass them on.
 
-Some models and layers pass `cu_seq_lens_q` on to their modules and others do not. Forward pre-hooks
-of the model and its decoder therefore store the documents of the batch in one `PackedDocuments`,
-which modules of the decoder read. Checkpointed layers that are recomputed in the backward pass read
-the same batch.
+Some models and layers pass `cu_seq_lens_q` on to their modules and others do not. A forward
+pre-hook of the model therefore stores the documents of the batch in `PackedDocuments`, which
+modules of the decoder read. Checkpointed layers that are recomputed in the backward pass read the
+same batch.
 
 For packed or padded rows, transformers passes a (T, T) mask to attention. The fastest kernels do
 not accept a mask, and checking whether one is needed synchronizes with the GPU. Neither is
@@ -36,7 +36,6 @@ class PackedDocuments:
     def __init__(self) -> None:
         self.batch: Documents | None = None
         self.has_images = False  # also set for batches that are not packed
-        self._is_inside_model = False
 
     def on(self, device: torch.device) -> Documents | None:
         """Return the documents for a module on a device."""
@@ -52,27 +51,13 @@ class PackedDocuments:
         finally:
             self.batch = before
 
-    def enter_model(
-        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook of the full model, which may not pass boundaries on to its decoder."""
-        args, kwargs = self.note(module, args, kwargs)
-        self._is_inside_model = True
-        return args, kwargs
-
-    def leave_model(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Forward hook of the full model. The documents are kept for the backward pass."""
-        self._is_inside_model = False
-
     def note(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook of a decoder: store the documents of the batch.
+        """Forward pre-hook of a model: store the documents of the batch, for both passes.
 
         They are passed on under the names that transformers' models know.
         """
-        if self._is_inside_model:
-            return args, kwargs
         self.batch = kwargs.get(DOCUMENTS)
         self.has_images = kwargs.get("pixel_values") is not None
         passed = {name: value for name, value in kwargs.items() if name != DOCUMENTS}
@@ -80,16 +65,13 @@ class PackedDocuments:
 
 
 def watch_documents(model: nn.Module, decoder: nn.Module) -> PackedDocuments:
-    """Return the object in which a model and its decoder store the documents of a batch."""
+    """Return the object in which a model stores the documents of a batch for its decoder."""
     found = vars(decoder).get("packed_documents")
     if found is not None:
         return found
     packed = PackedDocuments()
     decoder.packed_documents = packed
-    decoder.register_forward_pre_hook(packed.note, with_kwargs=True)
-    if model is not decoder:
-        model.register_forward_pre_hook(packed.enter_model, with_kwargs=True)
-        model.register_forward_hook(packed.leave_model, always_call=True)
+    model.register_forward_pre_hook(packed.note, with_kwargs=True)
     for encoder in encoders_of(model).values():
         hide_arguments(encoder, BOUNDARIES)  # documents of the text are not its sequences
     return packed

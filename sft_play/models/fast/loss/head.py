@@ -41,14 +41,9 @@ class FusedHead:
         self.formula = formula
         self.tokens: LossTokens | None = None
         self.nll: Tensor | None = None  # of the tokens, after all hooks of the head
-        self.hook = head.register_forward_hook(self._keep)
+        self.hook = head.register_forward_hook(self.keep)
 
-    def read_last(self) -> None:
-        """Read the loss after hooks that were registered since the last call."""
-        self.hook.remove()
-        self.hook = self.head.register_forward_hook(self._keep)
-
-    def _keep(self, head: nn.Module, args: tuple, output: Tensor) -> None:
+    def keep(self, head: nn.Module, args: tuple, output: Tensor) -> None:
         if self.tokens is not None:
             self.nll = output
 
@@ -127,7 +122,8 @@ def read_loss_last(model: nn.Module) -> None:
     """
     fused = _forward_of_head(model)
     if isinstance(fused, FusedHead):
-        fused.read_last()
+        fused.hook.remove()
+        fused.hook = fused.head.register_forward_hook(fused.keep)
 
 
 def _forward_of_head(model: nn.Module) -> Any:
@@ -243,8 +239,3 @@ def nll_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
         predicted, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
     return nll.view_as(targets).sum(dim=1)
-
-
-def labelled_tokens_of_rows(labels: Tensor) -> Tensor:
-    """Return the number of tokens with a loss in each row of labels (B, T), int64 (B,)."""
-    return labels[:, 1:].ne(IGNORE_INDEX).sum(dim=1)
