@@ -143,7 +143,7 @@ def test_a_fast_step_never_waits_for_the_gpu(name, is_packed):
 
 def test_evaluation_and_generation_are_the_same_to_the_bit():
     model = on_gpu("llama", "lora", torch.bfloat16).eval()
-    ids = next(iter(on_device(False, False)))["input_ids"]
+    ids = next(iter(on_device(False, False))).ids
 
     @torch.no_grad()
     def outcome():
