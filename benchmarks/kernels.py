@@ -33,6 +33,7 @@ from benchmarks.inputs import make_model
 from benchmarks.report import grid
 from benchmarks.workloads import TOY, BaseModel
 from sft_play.config.schema import Config
+from sft_play.data.batch import LossTokens
 from sft_play.models import mxfp4
 from sft_play.models.fast.experts import products as expert_products
 from sft_play.models.fast.linears import adapter_gradients, glu, lora, mlp
@@ -182,16 +183,16 @@ class Trained:
         torch.manual_seed(0)
         ids = torch.randint(2000, (workload.rows, workload.row_tokens))
         self.ids = ids.to(self.device)
-        self.positions = torch.arange(self.tokens, device=self.device)
+        positions = torch.arange(self.ids.numel(), device=self.device)
+        self.loss_tokens = LossTokens(positions, self.ids.flatten(), len(positions))
 
     def step(self) -> None:
         """Compute the gradients of a micro-batch."""
         for weight in self.trained:
             weight.grad = None
         inputs = {"input_ids": self.ids, "use_cache": False}
-        targets = self.ids.flatten()
         with self.process.autocast():
-            loss = loss_head.fused_nll(self.model, self.model, inputs, self.positions, targets)
+            loss = loss_head.fused_nll(self.model, self.model, inputs, self.loss_tokens)
         (loss / self.tokens).backward()
 
     def measure(self, changes: list[Change], steps: int) -> tuple[float, list[Tensor], set[str]]:

@@ -53,6 +53,7 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
     """Load a model with some layers offloaded, and train it for some steps."""
     import torch
 
+    from sft_play.data.batch import LossTokens
     from sft_play.models.fast.loss.head import fused_nll
     from sft_play.models.fast.setup import base_model_of
     from sft_play.process import Process
@@ -75,9 +76,10 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
         shape = (args.tokens // ROW_TOKENS, ROW_TOKENS)
         ids = torch.randint(2000, shape, generator=generator).to(device)
         positions = torch.arange(ids.numel(), device=device)
+        tokens = LossTokens(positions, ids.flatten(), ids.numel())
         inputs = {"input_ids": ids, "use_cache": False}
         with process.autocast():
-            loss = fused_nll(model, model, inputs, positions, ids.flatten()) / ids.numel()
+            loss = fused_nll(model, model, inputs, tokens) / ids.numel()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

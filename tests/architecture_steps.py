@@ -19,21 +19,15 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
-from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.data.batch import Batch
+from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.fast.install import fused_kernels_of, install_fused_kernels
+from sft_play.models.fast.loss.head import sum_nll
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.lora import add_adapters
 from sft_play.process import Process
-from sft_play.training.batches import (
-    LOSS_POSITIONS,
-    LOSS_TARGETS,
-    REAL_LENGTHS,
-    collate_for_step,
-    take_nll,
-    total_weight,
-)
 
 CPU = torch.device("cpu")
 # Longer than the sliding windows of the tiny models, and no multiple of a chunk of their mixers
@@ -170,7 +164,7 @@ def trained_step(model: nn.Module, is_packed: bool) -> Step:
     """Return the step as a run computes it: its collator, its loss, one batch of all documents."""
     model.zero_grad()
     batch = batch_of(model, is_packed)
-    loss = loss_of(model, dict(batch))
+    loss = loss_of(model, batch)
     loss.backward()
     return Step(loss.item(), logits_of(model, batch, is_packed), gradients_of(model))
 
@@ -186,25 +180,21 @@ def batch_of(model: nn.Module, is_packed: bool) -> Batch:
         )
         half = len(indices) // 2
         sequences = [indices[:half], indices[half:]] if one_row else [indices]
-        batch = collate_for_step(collator, [rows[sequence] for sequence in sequences])
-        assert len(batch["input_ids"]) == 1
+        batch = collator([rows[sequence] for sequence in sequences])
+        assert len(batch.ids) == 1
         return batch
-    return collate_for_step(PadCollator(0, MAX_SEQ_LEN), [rows[index] for index in indices])
+    return PadCollator(0, MAX_SEQ_LEN)([rows[index] for index in indices])
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return the loss of a whole step of one micro-batch, as `TrainingLoop.compute_loss` does."""
-    batch.pop(REAL_LENGTHS)
-    tokens = total_weight(batch)
-    return take_nll(model, model, batch) / tokens
+    return sum_nll(model, model, batch) / batch.loss.total_weight
 
 
 @torch.no_grad()
 def logits_of(model: nn.Module, batch: Batch, is_packed: bool) -> list[Tensor]:
     """Return each document's logits (T, V) of the same batch, in training mode as before."""
-    names = {"labels", LOSS_POSITIONS, LOSS_TARGETS, REAL_LENGTHS}
-    inputs = {name: value for name, value in batch.items() if name not in names}
-    logits = model(**inputs).logits  # (1, all T, V) or (documents, longest T, V)
+    logits = model(**batch.arguments).logits  # (1, all T, V) or (documents, longest T, V)
     if not is_packed:
         return [row[:length] for row, length in zip(logits, LENGTHS, strict=True)]
     return list(logits[0, : sum(LENGTHS)].split(LENGTHS))

@@ -15,14 +15,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from sft_play.config.schema import Config
-from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.data.batch import Batch
+from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.processor import Processor, load_processor
 from sft_play.data.render import Renderer
 from sft_play.data.rows import IMAGE_MARK, ImageFile, Message, Row
 from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.images import image_inputs_of
-from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS, REAL_LENGTHS, collate_for_step
 
 MAX_SEQ_LEN = 256
 
@@ -109,21 +109,19 @@ def batch_of(model: nn.Module, samples: Split, config: Config, tokenizer, packed
     images = image_inputs_of(model, config, tokenizer, varlen)
     if not packed:
         collator = PadCollator(0, MAX_SEQ_LEN, images)
-        return collate_for_step(collator, [rows[index] for index in indices])
+        return collator([rows[index] for index in indices])
     packer = PackCollator(0, MAX_SEQ_LEN, varlen, in_one_row=kernels.in_one_row, images=images)
-    return collate_for_step(packer, [rows[indices]])
+    return packer([rows[indices]])
 
 
 def trained_step(model: nn.Module, samples: Split, config: Config, tokenizer, packed: bool) -> Step:
     """Return the step as a run computes it."""
     model.zero_grad()
     batch = batch_of(model, samples, config, tokenizer, packed)
-    loss = loss_of(model, dict(batch))
+    loss = loss_of(model, batch)
     loss.backward()
-    names = {"labels", LOSS_POSITIONS, LOSS_TARGETS, REAL_LENGTHS}
-    inputs = {name: value for name, value in batch.items() if name not in names}
     with torch.no_grad():
-        scores = model(**inputs).logits
+        scores = model(**batch.arguments).logits
     lengths = samples.lengths.tolist()
     if packed:
         logits = list(scores[0, : sum(lengths)].split(lengths))

@@ -23,6 +23,7 @@ from marks import long
 from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_model
 
 from sft_play.data.collate import PackCollator
+from sft_play.data.documents import DOCUMENTS
 from sft_play.errors import ConfigError
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.training.isolation import check_cross_document
@@ -87,15 +88,11 @@ def documents_joined(model: Any) -> None:
     """Let each document see those before it, at the positions of one text."""
 
     def join(module, args, kwargs):
-        kwargs = {name: value for name, value in kwargs.items() if not names_documents(name)}
+        kwargs = {name: value for name, value in kwargs.items() if name != DOCUMENTS}
         positions = torch.arange(kwargs["input_ids"].shape[1])[None]
         return args, {**kwargs, "position_ids": positions}
 
     model.register_forward_pre_hook(join, with_kwargs=True)
-
-
-def names_documents(name: str) -> bool:
-    return name.startswith(("cu_seq_lens", "max_length"))
 
 
 def experts_unscaled(model: Any) -> None:

@@ -23,8 +23,8 @@ from record_files import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.schema import Config
+from sft_play.data.batch import labelled
 from sft_play.data.chunk_tokenizer import ChunkTokenizer
-from sft_play.data.collate import labelled
 from sft_play.data.files import read_chunks
 from sft_play.data.sources import find_sources
 from sft_play.models.fast.install import install_fused_kernels
@@ -137,12 +137,12 @@ def model() -> torch.nn.Module:
 
 def test_a_micro_batch_runs_little_python(model: torch.nn.Module) -> None:
     ids = torch.arange(3, 67)[None]
-    positions, targets = labelled(ids)
+    tokens = labelled(ids)
 
     def step() -> None:
         inputs = {"input_ids": ids, "use_cache": False}
         with torch.autocast("cpu", torch.bfloat16):
-            loss = fused_nll(model, model, inputs, positions, targets)
+            loss = fused_nll(model, model, inputs, tokens)
         loss.backward()
 
     step()  # linears are bound

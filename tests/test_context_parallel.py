@@ -12,20 +12,15 @@ from rank_processes import run_two
 from tiny_models import tiny_model
 from torch import distributed
 
-from sft_play.data.collate import Batch, PackCollator, PadCollator, RowPart, TrainRows
+from sft_play.data.batch import Batch
+from sft_play.data.collate import PackCollator, PadCollator, TrainRows
+from sft_play.data.documents import Documents
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast.documents import CONTEXT, ContextGroup, context_group
+from sft_play.models.fast.context import ContextGroup, RowPart, context_group
 from sft_play.models.fast.install import fused_kernels_of
+from sft_play.models.fast.loss.head import sum_nll
 from sft_play.process import Process
-from sft_play.training.batches import (
-    LOSS_POSITIONS,
-    LOSS_TARGETS,
-    REAL_LENGTHS,
-    _cut,
-    collate_for_step,
-    take_nll,
-    total_weight,
-)
+from sft_play.training.batches import collate_for_step
 
 # Of documents: some begin, some end and some lie across where a row of 64 or 72 tokens is cut
 LENGTHS = (1, 19, 2, 27, 9)
@@ -74,23 +69,21 @@ def batch_of(model, layout: str, part: RowPart | None = None) -> Batch:
 
 def step_of(model, batch: Batch, tokens: float, context: ContextGroup | None = None) -> Step:
     model.zero_grad()
-    batch.pop(REAL_LENGTHS)
     if context is not None:
-        batch[CONTEXT] = context
-    loss = take_nll(model, model, batch) / tokens
+        batch = context.shared(batch)
+    loss = sum_nll(model, model, batch) / tokens
     loss.backward()
     return Step(loss.item(), [], gradients_of(model))
 
 
 def positions_anew(part: RowPart, batch: Batch) -> Batch:
-    found = _cut(batch, part)
-    found["position_ids"] = torch.arange(found["input_ids"].shape[1])[None]
-    return found
+    found = part.cut(batch)
+    return found.with_inputs({"position_ids": torch.arange(found.ids.shape[1])[None]})
 
 
 def labels_of_another(part: RowPart, batch: Batch) -> Batch:
-    first = _cut(batch, RowPart(0, part.size))
-    return _cut(batch, part) | {name: first[name] for name in (LOSS_POSITIONS, LOSS_TARGETS)}
+    first = RowPart(0, part.size).cut(batch)
+    return dataclasses.replace(part.cut(batch), loss=first.loss)
 
 
 def run(folder: Path, world_size: int) -> int:
@@ -108,7 +101,7 @@ def run(folder: Path, world_size: int) -> int:
         assert "attention" in fused_kernels_of(model).on
         for layout in LAYOUTS if name in IN_ALL_LAYOUTS else LAYOUTS[:1]:
             whole = batch_of(model, layout)
-            tokens = total_weight(whole)
+            tokens = whole.loss.total_weight
             one = step_of(model, whole, tokens)
             shared = step_of(model, batch_of(model, layout, part), tokens, context)
             found[f"{name}, {layout}"] = vars(gap_of(one, summed(shared)))
@@ -125,15 +118,14 @@ def mutants(name, model, part, context, one, tokens) -> dict[str, dict[str, floa
     whole = batch_of(model, "packed")
     wrong = {}
     for mutant in (positions_anew, labels_of_another):
-        step = step_of(model, mutant(part, dict(whole)), tokens, context)
+        step = step_of(model, mutant(part, whole), tokens, context)
         wrong[mutant.__name__] = step
     local = batch_of(model, "packed", part)
-    own_tokens = local["input_ids"].shape[1]
-    ends = torch.tensor([0, own_tokens], dtype=torch.int32)
-    local |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": own_tokens}
+    ends = Documents.of_lengths([local.ids.shape[1]])
+    local = dataclasses.replace(local, documents=ends)
     wrong["edges of parts"] = step_of(model, local, tokens)
     mine = batch_of(model, "packed", part)
-    own = max(1.0, total_weight(mine)) * context.size
+    own = max(1.0, mine.loss.total_weight) * context.size
     wrong["mean of means"] = step_of(model, mine, own, context)
     return {f"{mutant}: {name}": vars(gap_of(one, summed(step))) for mutant, step in wrong.items()}
 

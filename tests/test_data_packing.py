@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sft_play.data import collate, packing, splits
+from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.packing import batch_shape, pack, padded_width
 from sft_play.data.render import IGNORE_INDEX
@@ -92,8 +93,10 @@ def test_the_examples_in_the_docstrings_run(module):
     assert found.attempted and found.failed == 0
 
 
-def tensors(batch: dict) -> dict:
-    return {name: value.tolist() for name, value in batch.items()}
+def tensors(batch: Batch) -> dict:
+    return {
+        name: value.tolist() for name, value in {**batch.inputs, "labels": batch.labels}.items()
+    }
 
 
 def test_padding_stands_on_the_right_and_carries_nothing():
@@ -103,8 +106,8 @@ def test_padding_stands_on_the_right_and_carries_nothing():
         "attention_mask": [[1, 1, 1], [1, 1, 0]],
         "labels": [[-100, 2, 3], [-100, 5, -100]],
     }
-    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
-    assert PadCollator(9, max_seq_len=16)([ROWS[0], ROWS[1]])["attention_mask"].tolist() == [
+    assert {tensor.dtype for tensor in (batch.labels, *batch.inputs.values())} == {torch.int64}
+    assert PadCollator(9, max_seq_len=16)([ROWS[0], ROWS[1]]).inputs["attention_mask"].tolist() == [
         [1] * 3 + [0] * 5,
         [1] * 2 + [0] * 6,
     ]
@@ -125,27 +128,25 @@ def test_packed_documents_begin_at_position_0_and_padding_is_one_of_them():
         ],
         "position_ids": [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2, 0]],
     }
-    assert {tensor.dtype for tensor in batch.values()} == {torch.int64}
+    assert {tensor.dtype for tensor in (batch.labels, *batch.inputs.values())} == {torch.int64}
 
 
 def test_boundaries_are_those_of_the_flattened_batch_with_padding_at_the_end_of_documents():
     batch = PackCollator(9, max_seq_len=8, varlen=True)([ROWS[0, 1], ROWS[2, 0]])
-    starts = torch.nonzero(batch["position_ids"].flatten() == 0).flatten().tolist()
+    starts = torch.nonzero(batch.inputs["position_ids"].flatten() == 0).flatten().tolist()
     padding = {5, 15}
-    for name in ("q", "k"):
-        assert (
-            batch[f"cu_seq_lens_{name}"].tolist()
-            == [*(start for start in starts if start not in padding), 16]
-            == [0, 3, 8, 12, 16]
-        )
-        assert batch[f"cu_seq_lens_{name}"].dtype == torch.int32
-        assert batch[f"max_length_{name}"] == 5
+    assert (
+        batch.documents.boundaries.tolist()
+        == [*(start for start in starts if start not in padding), 16]
+        == [0, 3, 8, 12, 16]
+    )
+    assert batch.documents.boundaries.dtype == torch.int32 and batch.documents.longest == 5
     alone = PackCollator(9, max_seq_len=8, varlen=True)([ROWS[0], ROWS[2]])
-    assert alone["cu_seq_lens_q"].tolist() == [0, 8, 16] and alone["max_length_q"] == 8, (
+    assert alone.documents.boundaries.tolist() == [0, 8, 16] and alone.documents.longest == 8, (
         "a row of one document is one as a whole"
     )
     full = PackCollator(9, max_seq_len=7, varlen=True)([ROWS[0, 2]])
-    assert full["cu_seq_lens_q"].tolist() == [
+    assert full.documents.boundaries.tolist() == [
         0,
         3,
         7,
@@ -156,12 +157,12 @@ def test_documents_in_one_row_are_those_of_all_sequences():
     collate = PackCollator(9, max_seq_len=8, varlen=True, in_one_row=True)
     batch = collate([ROWS[0, 1], ROWS[2, 0]])
     padding = 16 - 12
-    assert tensors({name: batch[name] for name in ("input_ids", "labels", "position_ids")}) == {
+    assert tensors(batch) == {
         "input_ids": [[1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3] + [9] * padding],
         "labels": [[-100, 2, 3, -100, 5, -100, -100, -100, 9, -100, 2, 3] + [-100] * padding],
         "position_ids": [[0, 1, 2, 0, 1, 0, 1, 2, 3, 0, 1, 2, *range(padding)]],
     }
-    assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 9, 16] and batch["max_length_q"] == 7
+    assert batch.documents.boundaries.tolist() == [0, 3, 5, 9, 16] and batch.documents.longest == 7
 
 
 def test_rows_of_one_document_stay_rows_where_little_of_them_is_padding():
@@ -169,7 +170,7 @@ def test_rows_of_one_document_stay_rows_where_little_of_them_is_padding():
         documents = [Document([1] * length, [IGNORE_INDEX] * length) for length in lengths]
         rows = TrainRows(documents)
         collate = PackCollator(0, max_seq_len=512, varlen=True, in_one_row=True)
-        return tuple(collate([rows[i] for i in range(len(lengths))])["input_ids"].shape)
+        return tuple(collate([rows[i] for i in range(len(lengths))]).ids.shape)
 
     assert shape_of(512, 512, 512) == (3, 512)
     assert shape_of(512, 500, 505) == (3, 512), "their attention has faster kernels"

@@ -22,8 +22,7 @@ from sft_play.data.row_formats import match_format
 from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, parse_record
 from sft_play.data.rows import Row
 from sft_play.data.store import RowHashes, Sample, Store, StoredSample, StoreWriter, to_arrays
-from sft_play.models.fast.loss.head import fuse_loss
-from sft_play.training.batches import collate_for_step, take_nll, total_weight
+from sft_play.models.fast.loss.head import fuse_loss, sum_nll
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_llama"
 TURNS = [
@@ -144,14 +143,12 @@ def test_the_loss_is_the_weighted_mean_over_tokens(packed, is_fused):
         parts = [list(range(half)), list(range(half, len(samples)))]
     batches = []
     for part in parts:
-        batch = collate_for_step(collator_of(packed), [rows[one] for one in part])
-        del batch["real_lengths"]
-        batches.append(batch)
-    total = sum(map(total_weight, batches))
+        batches.append(collator_of(packed)([rows[one] for one in part]))
+    total = sum(batch.loss.total_weight for batch in batches)
     assert total == pytest.approx(weights)
     loss = 0.0
     for batch in batches:
-        share = take_nll(model, model, batch) / total
+        share = sum_nll(model, model, batch) / total
         share.backward()
         loss += share.item()
     assert loss == pytest.approx((nats / weights).item(), rel=1e-6)

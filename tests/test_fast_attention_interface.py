@@ -10,6 +10,7 @@ from tiny_models import TINY, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sft_play.data.documents import DOCUMENTS, Documents
 from sft_play.models.fast.attention import forward as attention_interface
 from sft_play.models.fast.attention.forward import keep_soft_caps, remove_mask, use_interface
 from sft_play.models.fast.documents import UNMASKED, watch_documents
@@ -37,14 +38,7 @@ def fused(model: PreTrainedModel) -> PreTrainedModel:
 
 def packed() -> dict[str, Any]:
     positions = torch.cat([torch.arange(length) for length in LENGTHS]).view(ROWS, TOKENS)
-    boundaries = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    return {
-        "position_ids": positions,
-        "cu_seq_lens_q": boundaries,
-        "cu_seq_lens_k": boundaries,
-        "max_length_q": max(LENGTHS),
-        "max_length_k": max(LENGTHS),
-    }
+    return {"position_ids": positions, DOCUMENTS: Documents.of_lengths(LENGTHS)}
 
 
 def padded() -> dict[str, Any]:
@@ -70,7 +64,8 @@ def masks_of_documents() -> tuple[Tensor, Tensor]:
 def step(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """Return the decoder's output for real tokens, and the gradients of all weights."""
     ids = torch.randint(5, 2000, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
-    hidden = model.get_decoder()(input_ids=ids, use_cache=False, **inputs).last_hidden_state
+    found = model(input_ids=ids, use_cache=False, output_hidden_states=True, **inputs)
+    hidden = found.hidden_states[-1]
     if "attention_mask" in inputs:
         hidden = hidden[inputs["attention_mask"].bool()]
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))

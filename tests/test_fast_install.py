@@ -25,7 +25,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
 from transformers.models.ministral3.modeling_ministral3 import Ministral3Attention
 
 from sft_play.config.schema import Config
-from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.data.batch import Batch
+from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.errors import ConfigError
 from sft_play.models import lora
 from sft_play.models.architecture import decoder_of
@@ -126,17 +127,6 @@ def batches(is_packed: bool, names_boundaries: bool, in_one_row: bool = False) -
     ]
 
 
-INPUTS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-)
-
-
 def step(
     model: Any, is_packed: bool, names_boundaries: bool = False, in_one_row: bool = False
 ) -> tuple[float, dict[str, torch.Tensor]]:
@@ -144,13 +134,7 @@ def step(
     model.zero_grad()
     total = 0.0
     for batch in batches(is_packed, names_boundaries, in_one_row):
-        loss = (
-            summed_nll(
-                model(**{name: batch[name] for name in INPUTS if name in batch}).logits,
-                batch["labels"],
-            )
-            / 100
-        )
+        loss = summed_nll(model(**batch.arguments).logits, batch.labels) / 100
         loss.backward()
         total += loss.item()
     return total, {
@@ -220,7 +204,7 @@ def test_documents_in_one_row_train_the_same(name):
     assert fused_kernels_of(model).in_one_row
     assert gap(plain, step(model, True, names_boundaries=True, in_one_row=True)) <= SAME
     (batch, *_) = batches(True, True, in_one_row=True)
-    assert len(batch["input_ids"]) == 1 and batch["input_ids"].shape[1] > 2 * MAX_SEQ_LEN
+    assert len(batch.ids) == 1 and batch.ids.shape[1] > 2 * MAX_SEQ_LEN
 
 
 @pytest.mark.parametrize(
@@ -315,14 +299,12 @@ def test_the_comparison_of_steps_sees_what_is_wrong(break_it):
 def test_evaluation_and_generation_are_the_same_to_the_bit(name):
     model = plain_model(name).eval()
     padded = batches(False, False)[0]
-    mask = padded["attention_mask"].flip(1)  # prompts are padded on the left
-    prompts = torch.where(mask == 1, padded["input_ids"].flip(1), 0)
+    mask = padded.inputs["attention_mask"].flip(1)  # prompts are padded on the left
+    prompts = torch.where(mask == 1, padded.ids.flip(1), 0)
 
     @torch.no_grad()
     def outcome():
-        logits = model(
-            input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]
-        ).logits
+        logits = model(**padded.inputs).logits
         return logits, model.generate(
             input_ids=prompts,
             attention_mask=mask,
@@ -379,7 +361,7 @@ def test_what_is_saved_is_plain_peft(name, tmp_path):
     assert "fast" not in (tmp_path / "config" / "config.json").read_text()
     bare = plain_model(name).unload()
     loaded = peft.PeftModel.from_pretrained(bare, tmp_path / "adapter").eval()
-    ids = batches(False, False)[0]["input_ids"]
+    ids = batches(False, False)[0].ids
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
         merged = model.merge_and_unload()

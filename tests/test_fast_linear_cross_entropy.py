@@ -14,10 +14,16 @@ from tiny_models import with_adapters
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from sft_play.data.collate import labelled
+from sft_play.data.batch import LossTokens, labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.loss import linear_cross_entropy
-from sft_play.models.fast.loss.head import fuse_loss, fused_nll, summed_nll, why_loss_not_fusable
+from sft_play.models.fast.loss.head import (
+    fuse_loss,
+    fused_nll,
+    read_loss_last,
+    summed_nll,
+    why_loss_not_fusable,
+)
 from sft_play.models.fast.loss.linear_cross_entropy import (
     HeadFormula,
     chunk_tokens,
@@ -185,7 +191,7 @@ def plain_step(
 def fused_step(
     model: PreTrainedModel, ids: torch.Tensor, labels: torch.Tensor
 ) -> list[torch.Tensor]:
-    return _stepped(model, fused_nll(model, model, {"input_ids": ids}, *labelled(labels)))
+    return _stepped(model, fused_nll(model, model, {"input_ids": ids}, labelled(labels)))
 
 
 def _stepped(model: PreTrainedModel, nll: torch.Tensor) -> list[torch.Tensor]:
@@ -284,8 +290,20 @@ def test_a_failed_pass_leaves_nothing_announced():
     fuse_loss(model)
     ids, labels = batch()
     with pytest.raises(TypeError):
-        fused_nll(model, model, {"input_ids": "no tensor"}, *labelled(labels))
+        fused_nll(model, model, {"input_ids": "no tensor"}, labelled(labels))
     assert model(input_ids=ids).logits.shape == (2, 24, VOCABULARY)
+
+
+def test_the_loss_is_read_by_one_hook_and_after_those_of_a_wrapper():
+    model = tiny("llama")
+    fuse_loss(model)
+    ids, labels = batch()
+    model.lm_head.register_forward_hook(lambda head, args, nll: 2 * nll)  # as ZeRO-3's changes it
+    hooks = len(model.lm_head._forward_hooks)
+    before = fused_nll(model, model, {"input_ids": ids}, labelled(labels))
+    read_loss_last(model)
+    after = fused_nll(model, model, {"input_ids": ids}, labelled(labels))
+    assert after.item() == 2 * before.item() and len(model.lm_head._forward_hooks) == hooks
 
 
 # Where it does not apply
@@ -326,21 +344,22 @@ def test_weights_that_are_no_numbers_are_not_for_this_check():
 # What would break it shows
 
 
-def no_shift(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def no_shift(labels: torch.Tensor) -> LossTokens:
     """Return the positions of the labels themselves, not of the tokens before them."""
-    positions, targets = labelled(labels)
-    return positions + 1, targets
+    found = labelled(labels)
+    return found._replace(positions=found.positions + 1)
 
 
-def one_missing(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    positions, targets = labelled(labels)
-    return positions[:-1], targets[:-1]
+def one_missing(labels: torch.Tensor) -> LossTokens:
+    positions, targets, *_ = labelled(labels)
+    return LossTokens(positions[:-1], targets[:-1], len(targets) - 1)
 
 
-def rows_without_their_first(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_without_their_first(labels: torch.Tensor) -> LossTokens:
     """Return positions in (B, T - 1), the shape of shifted logits."""
     rows, columns = labels[:, 1:].ne(IGNORE_INDEX).nonzero(as_tuple=True)
-    return rows * (labels.shape[1] - 1) + columns, labels[:, 1:][rows, columns]
+    positions = rows * (labels.shape[1] - 1) + columns
+    return LossTokens(positions, labels[:, 1:][rows, columns], len(rows))
 
 
 @pytest.mark.parametrize("wrong", [no_shift, one_missing, rows_without_their_first])
@@ -349,7 +368,7 @@ def test_labels_at_the_wrong_place_show(wrong):
     ids, labels = batch()
     plain = plain_step(model, ids, labels)
     fuse_loss(model)
-    wrong_step = _stepped(model, fused_nll(model, model, {"input_ids": ids}, *wrong(labels)))
+    wrong_step = _stepped(model, fused_nll(model, model, {"input_ids": ids}, wrong(labels)))
     assert gap(wrong_step, plain) > 1e-2
 
 

@@ -15,11 +15,13 @@ from torch.nn import functional
 
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, TokenSequence
+from sft_play.data.documents import Documents
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import documents as by_document
 from sft_play.models.fast.capture import LENGTHS
-from sft_play.models.fast.documents import UNMASKED, Documents
+from sft_play.models.fast.documents import UNMASKED
 from sft_play.models.fast.mixers import forward as mixer_forward
+from sft_play.models.fast.mixers import indices
 from sft_play.models.fast.mixers import install as mixer_install
 from sft_play.models.fast.mixers.install import (
     find_mixers,
@@ -77,14 +79,13 @@ def step_alone(model: nn.Module) -> TrainedStep:
     return TrainedStep(total, logits, gradients_of(model))
 
 
-def packed_step(model: nn.Module, brings_lengths: bool = False) -> TrainedStep:
+def packed_step(model: nn.Module) -> TrainedStep:
     """Return the step of one packed batch of two rows, the second padded."""
     model.zero_grad()
     rows = [sequence(documents(lengths, seed)) for seed, lengths in enumerate(ROWS)]
-    batch = PackCollator(0, 128, varlen=True, brings_lengths=brings_lengths)(rows)
-    labels = batch.pop("labels")
-    scores = model(**batch).logits
-    loss = summed_loss(scores, labels)
+    batch = PackCollator(0, 128, varlen=True)(rows)
+    scores = model(**batch.arguments).logits
+    loss = summed_loss(scores, batch.labels)
     loss.backward()
     logits: list[Tensor] = []
     for row, lengths in zip(scores.detach(), ROWS, strict=True):
@@ -131,7 +132,7 @@ def test_mixers_without_known_kernels_run_document_by_document():
     model = lora_model("qwen3_next")
     alone = step_alone(model)
     assert install(model, use_kernels=False) == [False]
-    found = gap(alone, packed_step(model, brings_lengths=True))
+    found = gap(alone, packed_step(model))
     assert found.is_rounding, found
 
 
@@ -290,10 +291,14 @@ def test_groups_hold_every_token_once():
     lengths = [3, 64, 65, 1, 130]
     ends = torch.tensor([0, *lengths]).cumsum(0)
     batch = Documents(ends.int(), max(lengths))
-    tokens = torch.cat([index.flatten() for index in batch.groups.tokens])
-    assert torch.equal(tokens[batch.groups.places], torch.arange(sum(lengths)))
-    assert [tuple(index.shape) for index in batch.groups.tokens] == [(3, 64), (1, 65), (1, 130)]
-    assert batch.places_with_gaps(sum(lengths), gap=3)[:4].tolist() == [0, 1, 2, 6]
+    tokens = torch.cat([index.flatten() for index in indices.groups(batch).tokens])
+    assert torch.equal(tokens[indices.groups(batch).places], torch.arange(sum(lengths)))
+    assert [tuple(index.shape) for index in indices.groups(batch).tokens] == [
+        (3, 64),
+        (1, 65),
+        (1, 130),
+    ]
+    assert indices.places_with_gaps(batch, sum(lengths), 3)[:4].tolist() == [0, 1, 2, 6]
 
 
 def test_outputs_that_are_no_tokens_are_dropped():

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast_install import INPUTS, MODELS, batches, plain_model, settings
+from test_fast_install import MODELS, batches, plain_model, settings
 from test_fast_residual import GEMMA, LLAMA
 
-from sft_play.data.collate import labelled
+from sft_play.data.batch import Batch
 from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
-from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
+from sft_play.models.fast.loss.head import sum_nll
 from sft_play.models.fast.norms.residual import Launched, Reference
 from sft_play.process import Process
 
@@ -34,25 +34,15 @@ def make(model: Any, mode: str, dtype: torch.dtype) -> FusedKernels:
     )
 
 
-def loss_of(model: Any, batch: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+def loss_of(model: Any, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
     """Summed nats of a micro-batch, computed as a training step computes them."""
-    inputs = {name: batch[name] for name in INPUTS if name in batch}
     with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
-        if is_loss_fused(model):
-            return fused_nll(model, model, inputs, batch["positions"], batch["targets"])
-        return summed_nll(model(**inputs).logits, batch["labels"])
+        return sum_nll(model, model, batch)
 
 
-def on_device(
-    is_packed: bool, names_boundaries: bool, in_one_row: bool = False
-) -> Iterator[dict[str, Any]]:
+def on_device(is_packed: bool, names_boundaries: bool, in_one_row: bool = False) -> Iterator[Batch]:
     for batch in batches(is_packed, names_boundaries, in_one_row):
-        positions, targets = labelled(batch["labels"])
-        whole = {**batch, "positions": positions, "targets": targets}
-        yield {
-            name: value.cuda() if isinstance(value, torch.Tensor) else value
-            for name, value in whole.items()
-        }
+        yield batch.to(torch.device("cuda"))
 
 
 def gradients(model: Any, is_packed: bool, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -153,7 +143,7 @@ def test_a_fast_step_never_waits_for_the_gpu(name, is_packed):
 
 def test_evaluation_and_generation_are_the_same_to_the_bit():
     model = on_gpu("llama", "lora", torch.bfloat16).eval()
-    ids = next(iter(on_device(False, False)))["input_ids"]
+    ids = next(iter(on_device(False, False))).ids
 
     @torch.no_grad()
     def outcome():

@@ -13,10 +13,11 @@ import torch
 from transformers import AutoTokenizer, core_model_loading
 
 from sft_play.config.schema import Config
+from sft_play.data.batch import labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.models.fast.loss.head import labelled_tokens_of_rows, nll_of_rows, summed_nll
+from sft_play.models.fast.loss.head import nll_of_rows, summed_nll
 from sft_play.models.load import load_base, load_model, weight_dtype
 from sft_play.models.parameters import count_parameters
 from sft_play.process import Process
@@ -220,7 +221,7 @@ def test_summed_nll_is_the_sum_over_labelled_tokens():
     logits, labels = torch.randn(3, 9, 11) * 5, torch.randint(0, 11, (3, 9))
     labels[torch.rand(3, 9) < 0.4] = IGNORE_INDEX
     nats, tokens = naive_nll(logits, labels)
-    assert labelled_tokens_of_rows(labels).sum().item() == tokens
+    assert len(labelled(labels).targets) == tokens
     assert summed_nll(logits, labels).item() == pytest.approx(
         nats, rel=1e-6
     )  # float32 sums 16 numbers

@@ -27,9 +27,8 @@ def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again():
     model, collate = Takes(), PackCollator(0, max_seq_len=16, varlen=True)
     PackedBatchHooks().attach(model)
     batch = collate([sequence_of(3, 4), sequence_of(5, 3)])
-    labels = batch.pop("labels")
-    rows, width = labels.shape
-    logits = model(**batch).logits
+    rows, width = batch.ids.shape
+    logits = model(**batch.arguments).logits
     ids, positions, lengths = model.seen
     assert (ids.shape, positions.shape, lengths.dtype) == (
         (1, rows * width),
@@ -37,11 +36,11 @@ def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again():
         torch.int32,
     )
     assert (
-        lengths.cumsum(0).tolist() == batch["cu_seq_lens_q"][1:].tolist()
+        lengths.cumsum(0).tolist() == batch.documents.boundaries[1:].tolist()
         and lengths.sum() == rows * width
     )
-    assert torch.equal(logits, batch["input_ids"][..., None] * torch.arange(3))
-    alone = {name: batch[name][:, :3] for name in ("input_ids", "position_ids")}
+    assert torch.equal(logits, batch.ids[..., None] * torch.arange(3))
+    alone = {name: value[:, :3] for name, value in batch.inputs.items()}
     assert model(**alone).logits.shape == (rows, 3, 3) and model.seen[2] is None, (
         "a batch without boundaries is none of its business"
     )

@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from sft_play.config.schema import Config
-from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.data.batch import Batch
+from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler, fullest_step
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample
@@ -132,8 +133,7 @@ def step(
     for micro_batch in order_of(rows.samples, packed, effective=16):
         assert not packed or max(map(len, micro_batch)) > 1
         batch = change(collator_of(packed)([rows[sequence] for sequence in micro_batch]))
-        labels = batch.pop("labels")
-        loss = summed_nll(model(**batch).logits, labels) / labelled
+        loss = summed_nll(model(**batch.arguments).logits, batch.labels) / labelled
         loss.backward()
         total += loss.item()
     return total, [
@@ -166,23 +166,22 @@ def test_a_packed_step_has_the_loss_and_gradients_of_a_padded_one(
 
 
 def all_ones_mask(batch: Batch) -> Batch:
-    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+    return batch.with_inputs({"attention_mask": torch.ones_like(batch.ids)})
 
 
 def positions_that_run_on(batch: Batch) -> Batch:
-    return {
-        **batch,
-        "position_ids": torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]),
-    }
+    return batch.with_inputs(
+        {"position_ids": torch.arange(batch.ids.shape[1]).expand_as(batch.ids)}
+    )
 
 
 def key_value_cache(batch: Batch) -> Batch:
-    return {**batch, "use_cache": True}
+    return batch.with_inputs({"use_cache": True})
 
 
 def first_tokens_predicted(batch: Batch) -> Batch:
-    starts = batch["position_ids"] == 0
-    return {**batch, "labels": torch.where(starts, batch["input_ids"], batch["labels"])}
+    starts = batch.inputs["position_ids"] == 0
+    return dataclasses.replace(batch, labels=torch.where(starts, batch.ids, batch.labels))
 
 
 @pytest.mark.parametrize(
@@ -322,8 +321,8 @@ def test_a_model_that_gives_no_numbers_is_left_to_its_evaluation():
 
 def test_nan_that_comes_of_packing_is_refused():
     def nowhere(batch):
-        rows, width = batch["input_ids"].shape
-        return {**batch, "attention_mask": torch.full((rows, 1, width, width), torch.nan)}
+        rows, width = batch.ids.shape
+        return batch.with_inputs({"attention_mask": torch.full((rows, 1, width, width), torch.nan)})
 
     with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
         check_cross_document(llama(), Changed(0, MAX_SEQ_LEN, change=nowhere), VOCABULARY, CPU)

@@ -20,6 +20,7 @@ from sft_play import cli
 from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load
 from sft_play.config.schema import Config
+from sft_play.data.batch import LossTokens
 from sft_play.errors import ConfigError
 from sft_play.models import trace
 from sft_play.models.fast.loss.head import fused_nll
@@ -304,9 +305,8 @@ def test_a_gpu_allocates_what_was_traced(setting, layers, tmp_path):
     begun = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     with torch.autocast("cuda", step.compute_dtype):
-        loss = fused_nll(
-            model, model, {"input_ids": ids}, ids[:, 1:].flatten(), ids[:, 1:].flatten()
-        )
+        ones = ids[:, 1:].flatten()
+        loss = fused_nll(model, model, {"input_ids": ids}, LossTokens(ones, ones, len(ones)))
     kept = torch.cuda.memory_allocated() - begun
     assert kept == pytest.approx(exact.kept + exact.logits_kept, rel=0.02)
     loss.backward()

@@ -36,8 +36,8 @@ def test_micro_batches_of_unequal_label_counts_give_the_gradient_of_one_batch(pl
         trainer.engine.model.zero_grad()
         for part in cuts:
             batch = collate(part)
-            labels = batch.pop("labels")
-            (summed_nll(trainer.engine.model(**batch).logits, labels) / labelled).backward()
+            logits = trainer.engine.model(**batch.arguments).logits
+            (summed_nll(logits, batch.labels) / labelled).backward()
         return [
             parameter.grad.clone()
             for parameter in trainer.engine.model.parameters()

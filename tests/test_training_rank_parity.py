@@ -9,6 +9,7 @@ from marks import long
 from rank_processes import run_two_workers, train_on_two
 from run_files import run_json
 
+from sft_play.data.batch import Batch
 from sft_play.runs import seal
 from sft_play.runs.folder import RunFolder
 
@@ -60,13 +61,12 @@ def save_last_state(folder: Path) -> None:
     TrainingLoop.fetch = note_rows
 
 
-def rows_with_loss(batch: dict[str, torch.Tensor]) -> list[str]:
+def rows_with_loss(batch: Batch) -> list[str]:
     """Return the labels of each document of a micro-batch, which name it; fillers have none."""
-    positions = batch.get("position_ids")
-    if positions is None:
-        positions = torch.arange(batch["labels"].shape[1]).expand_as(batch["labels"])
+    places = torch.arange(batch.labels.shape[1]).expand_as(batch.labels)
+    positions = batch.inputs.get("position_ids", places)
     numbers = (positions == 0).flatten().cumsum(0)
-    labels = batch["labels"].flatten()
+    labels = batch.labels.flatten()
     documents = [labels[numbers == number].tolist() for number in numbers.unique()]
     return [
         " ".join(str(label) for label in document if label != -100)

@@ -159,6 +159,4 @@ def test_worker_processes_and_pinned_memory_reach_the_data_loader(plan_run, buil
     assert (loader.num_workers, loader.pin_memory, loader.persistent_workers) == (2, True, True)
     plain = build_loop(plan_run({}))[0].create_loader()
     assert (plain.num_workers, plain.pin_memory) == (0, False)
-    assert [batch["labels"].tolist() for batch in loader] == [
-        batch["labels"].tolist() for batch in plain
-    ]
+    assert [batch.labels.tolist() for batch in loader] == [batch.labels.tolist() for batch in plain]

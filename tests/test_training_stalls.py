@@ -10,12 +10,12 @@ from rank_processes import run_two
 from test_packed_training import ALONE, CPU, documents, llama, losses_of, trainer_of
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from sft_play.data.collate import PackCollator, PadCollator, TrainRows, labelled
+from sft_play.data.batch import labelled
+from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.loss.head import fuse_loss, is_loss_fused
 from sft_play.process import Process
 from sft_play.training import runtime
-from sft_play.training.batches import LOSS_POSITIONS, LOSS_TARGETS, REAL_LENGTHS, collate_for_step
 from sft_play.training.loop import TrainingLoop
 
 STEPS = 6
@@ -51,9 +51,9 @@ def test_runs_have_the_same_losses_with_the_fused_loss(tmp_path, is_full, batch,
 @pytest.mark.parametrize("collate", [PadCollator(0), PackCollator(0, max_seq_len=64)])
 def test_a_batch_brings_what_would_be_counted_on_the_gpu(collate):
     rows = TrainRows(documents(4))
-    batch = collate_for_step(collate, [rows[0], rows[~1], rows[2]])
-    positions, targets = batch[LOSS_POSITIONS], batch[LOSS_TARGETS]
-    assert batch[REAL_LENGTHS] == [len(rows.samples[0].ids), len(rows.samples[2].ids)], (
+    batch = collate([rows[0], rows[~1], rows[2]])
+    positions, targets = batch.loss.positions, batch.loss.targets
+    assert batch.real_lengths == [len(rows.samples[0].ids), len(rows.samples[2].ids)], (
         "fillers are not real"
     )
     assert len(targets) == sum(
@@ -61,13 +61,13 @@ def test_a_batch_brings_what_would_be_counted_on_the_gpu(collate):
         for sample in (rows.samples[0], rows.samples[2])
         for label in sample.labels
     )
-    assert torch.equal(batch["input_ids"].flatten()[positions + 1], targets) and torch.equal(
-        batch["labels"].flatten()[positions + 1], targets
+    assert torch.equal(batch.ids.flatten()[positions + 1], targets) and torch.equal(
+        batch.labels.flatten()[positions + 1], targets
     )
 
 
 def test_a_first_token_is_never_predicted():
-    positions, targets = labelled(torch.tensor([[3, IGNORE_INDEX], [4, 5]]))
+    positions, targets, *_ = labelled(torch.tensor([[3, IGNORE_INDEX], [4, 5]]))
     assert (positions.tolist(), targets.tolist()) == ([2], [5])
 
 

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import psutil
 import torch
-from accelerate.utils import send_to_device
 from transformers import set_seed
 
+from sft_play.data.batch import Batch
 from sft_play.data.collate import TokenSequence
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.render import IGNORE_INDEX
@@ -32,7 +32,7 @@ from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments
-from sft_play.training.batches import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
+from sft_play.training.batches import collate_for_step
 from sft_play.training.build import build_loop
 from sft_play.training.classify import classify
 from sft_play.training.context import RunContext
@@ -133,7 +133,7 @@ class Harness:
         self.micro_steps(self.batch(1, self.loop.collator.max_seq_len), 1)
         return min(self._optimizer_step() for _ in range(steps))
 
-    def batch(self, rows: int, width: int) -> dict[str, Any]:
+    def batch(self, rows: int, width: int) -> Batch:
         """Return a micro-batch of `rows` documents of `width` tokens from the run's own collator.
 
         All tokens but the first of a row have a label. The batch is on the device: a run copies
@@ -143,15 +143,14 @@ class Harness:
         labels = np.where(np.arange(width) == 0, IGNORE_INDEX, ids)
         sequences = [TokenSequence(ids[row], labels[row], (width,), width) for row in range(rows)]
         batch = collate_for_step(replace(self.loop.collator, max_seq_len=width), sequences)
-        del batch[REAL_LENGTHS]
-        return send_to_device(batch, self.process.device)
+        return batch.to(self.process.device)
 
-    def micro_steps(self, batch: dict[str, Any], count: int) -> float:
+    def micro_steps(self, batch: Batch, count: int) -> float:
         """Compute gradients of a micro-batch `count` times; return the seconds of one."""
         self.wait()
         started = time.perf_counter()
         for _ in range(count):
-            self.loop.compute_gradients(dict(batch), len(batch[LOSS_TARGETS]), is_last=True)
+            self.loop.compute_gradients(batch, batch.loss.total_weight, is_last=True)
         self.wait()
         return (time.perf_counter() - started) / count
 

@@ -1,29 +1,25 @@
-"""Collate samples to batches: sequences of one or more documents as tensors, and a rank's part.
+"""Collate samples to batches: sequences of one or more documents as tensors.
 
 The documents of a sequence never see each other, and nothing predicts the first token of each. The
 pixels of all images of a batch are one input, in the order of their tokens, so the vision encoder
 runs once. Images are opened here, in the processes that load batches.
 
-If several ranks share each row, the batch is collated in full and then cut: part r of c has tokens
-r T / c to (r + 1) T / c of every row. Document boundaries are those of the full rows. Every
-labeled token belongs to the part of the token that predicts it, so a document's labels may
-be on other ranks than its tokens.
-
-Legend: B sequences of a micro-batch, T tokens of its widest, N documents, I images, c parts.
+Legend: B sequences of a micro-batch, T tokens of its widest, N documents, I images.
 """
 
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import Dataset
 
+from sft_play.data.batch import Batch, labelled
+from sft_play.data.documents import Documents, ImageBlock
 from sft_play.data.images import decode
 from sft_play.data.packing import batch_shape, padded_width
 from sft_play.data.processor import Processor
@@ -31,13 +27,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import ImageFile, Images
 from sft_play.data.store import Sample, Split
 
-Batch = dict[str, Tensor | int | list[int]]
-WEIGHTS = "loss_weights"  # (B, T) float32 of labels, if any is not 1
 TYPES = ("mm_token_type_ids", "token_type_ids")  # names of the token types in models
-IMAGE_BLOCKS = "image_blocks"  # not an argument of the model
-CUT = ("input_ids", "position_ids")  # (B, T) each
-UNUSED = ("attention_mask", "labels")  # replaced by boundaries and labeled tokens
-BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 @dataclass(frozen=True)
@@ -123,7 +113,7 @@ class ImageInputs:
 
     `arguments` are those of the model's forward method. `rope` has transformers' `get_rope_index`
     if positions have three axes; packed batches need it. With `gives_blocks`, images are read
-    in both directions, and a packed batch contains `image_blocks`; see the function of that name.
+    in both directions, and the documents of a packed batch have `image_blocks`.
     """
 
     processor: Processor
@@ -152,13 +142,21 @@ class ImageInputs:
         for name, tensor in batch.items():
             if tensor.is_floating_point():
                 batch[name] = tensor.to(self.dtype)  # halves the bytes to copy
-        types = torch.tensor(list(map(self.processor.token_types, ids.tolist())))
+        types = self._types(ids)
         batch |= {name: types for name in TYPES if name in self.arguments}
-        if documents and self.gives_blocks:
-            batch[IMAGE_BLOCKS] = image_blocks(types, documents)
         if documents and self.rope is not None:
             batch["position_ids"] = self._positions(images, ids, types, documents, batch)
         return batch
+
+    def blocks(self, ids: Tensor, documents: Sequence[Sequence[int]]) -> list[ImageBlock]:
+        """Return the `image_blocks` of a packed batch, [] for a model that reads in one direction.
+
+        ids (B, T); `documents` as above.
+        """
+        return image_blocks(self._types(ids), documents) if self.gives_blocks else []
+
+    def _types(self, ids: Tensor) -> Tensor:
+        return torch.tensor(list(map(self.processor.token_types, ids.tolist())))
 
     def _positions(
         self,
@@ -194,7 +192,7 @@ class ImageInputs:
         return found
 
 
-def image_blocks(types: Tensor, documents: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+def image_blocks(types: Tensor, documents: Sequence[Sequence[int]]) -> list[ImageBlock]:
     """Return the ranges read in both directions: start and end of each image, and its document.
 
     types (B, T) are 1 for image tokens; all positions refer to the flattened rows.
@@ -220,8 +218,8 @@ def image_blocks(types: Tensor, documents: Sequence[Sequence[int]]) -> list[tupl
 class PadCollator:
     """Collates one document per row, padded on the right.
 
-    Gives input_ids, attention_mask and labels, each (B, T) int64. T is the longest row, or with
-    `max_seq_len` one of the few widths of `padded_width`.
+    The model's inputs are input_ids and attention_mask, each (B, T) int64. T is the longest row, or
+    with `max_seq_len` one of the few widths of `padded_width`.
     """
 
     pad_id: int
@@ -236,18 +234,18 @@ class PadCollator:
         width = max(map(len, ids))
         if self.max_seq_len is not None:
             width = padded_width(width, self.max_seq_len)
-        batch: Batch = {
-            **_pad_sequences(sequences, self.pad_id, width),
+        inputs: dict[str, Any] = {
+            "input_ids": _pad(ids, self.pad_id, width),
             "attention_mask": _pad([np.ones_like(row) for row in ids], 0, width),
         }
         if self.images is not None:
-            batch |= self.images(images_by_document(sequences), batch["input_ids"])
-        return batch
+            inputs |= self.images(images_by_document(sequences), inputs["input_ids"])
+        return _batch(sequences, width, inputs)
 
 
 @dataclass(frozen=True)
 class PackCollator:
-    """Rows of several documents: input_ids, labels and position_ids, each (B, T) int64.
+    """Collates rows of several documents. Inputs are input_ids and position_ids (B, T) int64.
 
     With `in_one_row` all documents of the batch form one row, with less than 64 tokens of padding.
     Rows of one document each remain separate rows if they need hardly any padding, and a single
@@ -255,8 +253,7 @@ class PackCollator:
 
     position_ids start at 0 in every document, and the padding on the right counts as a document.
     transformers separates documents by them if there is no attention_mask and no key-value
-    cache. With `varlen`, the batch also has the boundaries of all documents of the flattened batch:
-    cu_seq_lens_q and cu_seq_lens_k (N + 1,) int32, max_length_q and max_length_k. Flash attention
+    cache. With `varlen`, the batch also has the `Documents` of the flattened batch. Flash attention
     needs them, because it finds documents itself only in a batch of one row. In this case the
     padding belongs to the row's last document, after its end, where no token attends to it. A row
     of one document therefore remains one document, which the fastest kernels support.
@@ -265,16 +262,15 @@ class PackCollator:
     >>> labels = np.array([-100, 6, -100, 8, 9])
     >>> two = TokenSequence(ids, labels, lengths=(2, 3), real_tokens=5)
     >>> batch = PackCollator(0, max_seq_len=8)([two])
-    >>> batch["input_ids"].tolist(), batch["position_ids"].tolist()
+    >>> batch.ids.tolist(), batch.inputs["position_ids"].tolist()
     ([[5, 6, 7, 8, 9, 0, 0, 0]], [[0, 1, 0, 1, 2, 0, 1, 2]])
-    >>> batch["labels"].tolist()
+    >>> batch.labels.tolist()
     [[-100, 6, -100, 8, 9, -100, -100, -100]]
     """
 
     pad_id: int
     max_seq_len: int
     varlen: bool = False
-    brings_lengths: bool = False  # with varlen: also document_lengths, a list on the CPU
     in_one_row: bool = False  # with varlen
     images: ImageInputs | None = None  # of a base model that reads images
 
@@ -283,51 +279,26 @@ class PackCollator:
         rows, width = batch_shape(lengths, self.max_seq_len, self.in_one_row)
         if rows < len(sequences):
             sequences = [_join(sequences)]
-        batch: Batch = {
-            **_pad_sequences(sequences, self.pad_id, width),
-            "position_ids": _position_ids(sequences, width),
-        }
+        ids = _pad([sequence.ids for sequence in sequences], self.pad_id, width)
+        inputs = {"input_ids": ids, "position_ids": _position_ids(sequences, width)}
+        blocks: list[ImageBlock] = []
+        if self.images is not None:
+            lengths = [sequence.lengths for sequence in sequences]
+            inputs |= self.images(images_by_document(sequences), ids, lengths)
+            blocks = self.images.blocks(ids, lengths)
+        documents = None
         if self.varlen:
             filled: list[int] = []  # (N,)
             for sequence in sequences:
                 *others, last = sequence.lengths
                 filled += [*others, last + width - len(sequence.ids)]
-            boundaries = torch.tensor([0, *np.cumsum(filled)], dtype=torch.int32)
-            batch["cu_seq_lens_q"] = boundaries
-            batch["cu_seq_lens_k"] = boundaries
-            batch["max_length_q"] = max(filled)
-            batch["max_length_k"] = max(filled)
-            if self.brings_lengths:
-                batch["document_lengths"] = filled
-        if self.images is not None:
-            documents = [sequence.lengths for sequence in sequences]
-            batch |= self.images(images_by_document(sequences), batch["input_ids"], documents)
-        return batch
+            documents = Documents.of_lengths(filled, blocks)
+        return _batch(sequences, width, inputs, documents)
 
 
 def images_by_document(sequences: Sequence[TokenSequence]) -> list[Images]:
     """Return the images of each document of sequences."""
     return list(chain.from_iterable(sequence.images for sequence in sequences))
-
-
-class LabelledPositions(NamedTuple):
-    """Where the labels (B, T) of a batch are predicted, and what is: each (N,) int64."""
-
-    positions: Tensor  # in the flattened (B * T)
-    targets: Tensor
-
-
-def labelled(labels: Tensor) -> LabelledPositions:
-    """Return the positions whose next token has a label, and these labels.
-
-    Computed here on the CPU: counting them on a GPU would make the CPU wait for the number.
-
-    >>> [found.tolist() for found in labelled(torch.tensor([[-100, 6, 7], [-100, -100, 9]]))]
-    [[0, 1, 4], [6, 7, 9]]
-    """
-    next_labels = labels[:, 1:]
-    rows, columns = next_labels.ne(IGNORE_INDEX).nonzero(as_tuple=True)
-    return LabelledPositions(rows * labels.shape[1] + columns, next_labels[rows, columns])
 
 
 def _position_ids(sequences: Sequence[TokenSequence], width: int) -> Tensor:
@@ -338,16 +309,18 @@ def _position_ids(sequences: Sequence[TokenSequence], width: int) -> Tensor:
     return torch.from_numpy(position_ids)
 
 
-def _pad_sequences(sequences: Sequence[TokenSequence], pad_id: int, width: int) -> Batch:
-    """Return ids, labels and, unless all weights are 1, weights: (B, T) each."""
-    batch: Batch = {
-        "input_ids": _pad([sequence.ids for sequence in sequences], pad_id, width),
-        "labels": _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width),
-    }
+def _batch(
+    sequences: Sequence[TokenSequence],
+    width: int,
+    inputs: dict[str, Any],
+    documents: Documents | None = None,
+) -> Batch:
+    """Return the batch of sequences that are padded to a width, with their labels."""
+    labels = _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width)  # (B, T)
     weights = _weights(sequences)
-    if weights:
-        batch[WEIGHTS] = _pad(weights, 0, width, np.float32)
-    return batch
+    padded = _pad(weights, 0, width, np.float32) if weights else None
+    lengths = list(chain.from_iterable(sequence.real_lengths for sequence in sequences))
+    return Batch(inputs, labels, labelled(labels, padded), lengths, documents)
 
 
 def _pad(
@@ -357,44 +330,3 @@ def _pad(
     for target, values in zip(padded, rows, strict=True):
         target[: len(values)] = values
     return torch.from_numpy(padded)
-
-
-@dataclass(frozen=True)
-class RowPart:
-    """Cuts part number `rank` of `size` parts out of every row."""
-
-    rank: int
-    size: int
-
-    def tokens(self, width: int) -> int:
-        """Return the tokens of a part of rows of `width` tokens."""
-        return -(-width // self.size)
-
-    def cut(self, batch: Batch) -> Batch:
-        """Return this part of a collated batch; keys that are neither cut nor unused are unchanged.
-
-        Rows are padded to a multiple of `size`, as part of their last document. A batch without
-        boundaries has padded rows of one document each, and gets boundaries and positions.
-        """
-        rows, width = batch["input_ids"].shape
-        padding = self.size * self.tokens(width) - width
-        found = {name: value for name, value in batch.items() if name not in UNUSED}
-        if BOUNDARIES[0] not in batch:
-            found["position_ids"] = torch.arange(width).expand(rows, width)
-            found |= dict.fromkeys(BOUNDARIES, torch.arange(0, (rows + 1) * width, width).int())
-            found |= {"max_length_q": width, "max_length_k": width}
-        for name in CUT:
-            whole = functional.pad(found[name], (0, padding))
-            found[name] = whole.unflatten(1, (self.size, -1))[:, self.rank].contiguous()
-        for name in BOUNDARIES:
-            found[name] = found[name] + padding * (found[name] // width)
-        for name in ("max_length_q", "max_length_k"):
-            found[name] += padding
-        return found
-
-    def own(self, positions: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return which of positions (N,) in rows of `width` tokens are here, and where (own,)."""
-        tokens = self.tokens(width)
-        rows, columns = positions // width, positions % width - self.rank * tokens
-        is_here = (columns >= 0) & (columns < tokens)
-        return is_here, (rows * tokens + columns)[is_here]

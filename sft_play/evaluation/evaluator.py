@@ -13,12 +13,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
-from sft_play.data.collate import ImageInputs, PadCollator, TrainRows, images_by_document, labelled
+from sft_play.data.batch import Batch, labelled
+from sft_play.data.collate import ImageInputs, PadCollator, TrainRows, images_by_document
 from sft_play.data.render import IGNORE_INDEX, TemplateSpace, template_space
 from sft_play.data.rows import SHOWN_IMAGE, ImageFile, Message, PromptIds, Row
 from sft_play.data.special_text import match_any
@@ -42,11 +42,10 @@ from sft_play.evaluation.scores import (
     Scores,
     score_answers,
 )
-from sft_play.models.fast.documents import CONTEXT, ContextGroup
+from sft_play.models.fast.context import ContextGroup
 from sft_play.models.fast.loss.head import (
     fused_nll,
     is_loss_fused,
-    labelled_tokens_of_rows,
     nll_of_rows,
 )
 from sft_play.models.sharding import resharding
@@ -66,8 +65,7 @@ class LossBatch(NamedTuple):
 
     indices: list[int]  # of the rows in the split
     tokens: list[int]  # labeled, of each row
-    own_tokens: list[int]  # those that this rank predicts, if ranks share rows
-    tensors: dict[str, torch.Tensor]
+    rows: Batch  # with the labeled tokens that this rank predicts in groups by row
     images: list[tuple[ImageFile, ...]]  # of each row; their pixels would be gigabytes
 
 
@@ -180,22 +178,17 @@ class Evaluator:
 
     def nats_of_rows(self, model: torch.nn.Module, batch: LossBatch) -> torch.Tensor:
         """Return the nats of each row of a batch, float32 (B,)."""
-        inputs = dict(batch.tensors)
+        rows = batch.rows
         if self.images is not None:
-            inputs |= self.images(batch.images, inputs["input_ids"])
-        inputs = send_to_device(inputs, self.process.device, non_blocking=True)
-        labels = inputs.pop("labels", None)
-        positions = inputs.pop("positions")
-        targets = inputs.pop("targets")
-        inputs["use_cache"] = False
-        if is_loss_fused(model):
-            if self.context is None:
-                return fused_nll(model, model, inputs, positions, targets, batch.tokens)
-            inputs[CONTEXT] = self.context
-            return self.context.add(
-                fused_nll(model, model, inputs, positions, targets, batch.own_tokens)
-            )
-        return nll_of_rows(model(**inputs).logits, labels)
+            rows = rows.with_inputs(self.images(batch.images, rows.ids))
+        rows = rows.to(self.process.device, non_blocking=True)
+        if self.context is not None:
+            rows = self.context.shared(rows)
+        arguments = {**rows.arguments, "use_cache": False}
+        if not is_loss_fused(model):
+            return nll_of_rows(model(**arguments).logits, rows.labels)
+        nll = fused_nll(model, model, arguments, rows.loss)
+        return nll if self.context is None else self.context.add(nll)
 
     def answers(self, model: torch.nn.Module) -> list[Answer]:
         """Return the generated answers to the questions, in order, on every rank.
@@ -297,18 +290,12 @@ class Evaluator:
         """Return a batch of rows to score; a negative index is a filler."""
         rows = TrainRows(self.scored)
         sequences = [rows[index] for index in indices]
-        tensors = PadCollator(self.tokenizer.pad_token_id)(sequences)
-        tokens = own_tokens = labelled_tokens_of_rows(tensors["labels"]).tolist()
-        positions, targets = labelled(tensors["labels"])
+        batch = PadCollator(self.tokenizer.pad_token_id)(sequences)
+        tokens = batch.labels[:, 1:].ne(IGNORE_INDEX).sum(dim=1).tolist()
+        batch = replace(batch, loss=labelled(batch.labels)._replace(counts=tokens))
         if self.context is not None:
-            part, width = self.context.part, tensors["input_ids"].shape[1]
-            is_here, positions = part.own(positions, width)
-            targets = targets[is_here]
-            own_rows = positions // part.tokens(width)
-            own_tokens = own_rows.bincount(minlength=len(indices)).tolist()
-            tensors = part.cut(tensors)
-        tensors |= {"positions": positions, "targets": targets}
-        return LossBatch(indices, tokens, own_tokens, tensors, images_by_document(sequences))
+            batch = self.context.part.cut(batch)
+        return LossBatch(indices, tokens, batch, images_by_document(sequences))
 
     def _prompt_batches(
         self, model: torch.nn.Module

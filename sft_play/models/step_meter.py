@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from sft_play.config.schema import Config
+from sft_play.data.batch import LossTokens
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
@@ -166,7 +167,8 @@ class StepMeter:
         labels = torch.zeros_like(inputs["input_ids"])
         if is_loss_fused(self.model):
             targets = labels[:, 1:].flatten()  # a row's last token predicts nothing
-            return fused_nll(self.model, self._call_model, inputs, targets, targets)
+            tokens = LossTokens(targets, targets, len(targets))
+            return fused_nll(self.model, self._call_model, inputs, tokens)
         return summed_nll(self._call_model(**inputs).logits.float(), labels)
 
     def _call_model(self, **inputs: Any) -> Any:

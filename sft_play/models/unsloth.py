@@ -10,8 +10,8 @@ import torch
 
 from sft_play.config.backends import UNSLOTH
 from sft_play.config.schema import Config
+from sft_play.data.documents import DOCUMENTS
 from sft_play.errors import EnvironmentFault
-from sft_play.models.fast.documents import BOUNDARIES
 from sft_play.process import Process
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class PackedBatchHooks:
         self.rows: int | None = None  # of the current batch, None if it is not packed
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Make `model` accept batches of a `PackCollator` with boundaries."""
+        """Make `model` accept batches of a `PackCollator` with documents."""
         model.register_forward_pre_hook(self.flatten_inputs, with_kwargs=True)
         model.register_forward_hook(self.restore_logits)
 
@@ -134,13 +134,13 @@ class PackedBatchHooks:
 
         Boundaries (N + 1,) become packed_seq_lengths (N,) int32.
         """
-        flat = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+        flat = {name: value for name, value in kwargs.items() if name != DOCUMENTS}
         self.rows = None
-        if "cu_seq_lens_q" in kwargs:
+        if DOCUMENTS in kwargs:
             self.rows = len(kwargs["input_ids"])
             flat["input_ids"] = kwargs["input_ids"].reshape(1, -1)
             flat["position_ids"] = kwargs["position_ids"].reshape(1, -1)
-            flat["packed_seq_lengths"] = kwargs["cu_seq_lens_q"].diff()
+            flat["packed_seq_lengths"] = kwargs[DOCUMENTS].boundaries.diff()
         return args, flat
 
     def restore_logits(self, model: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:

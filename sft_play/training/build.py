@@ -14,7 +14,7 @@ from sft_play.errors import ConfigError
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
-from sft_play.models.fast.documents import ContextGroup, context_group
+from sft_play.models.fast.context import ContextGroup, context_group
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import is_loss_fused
 from sft_play.models.images import image_inputs_of
@@ -148,7 +148,6 @@ def build_collator(
         tokenizer.pad_token_id,
         config.model.max_seq_len,
         varlen,
-        brings_lengths=kernels.has_mixers,
         in_one_row=context.plan.layout.in_one_row and kernels.in_one_row,
         images=images,
     )

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sft_play.data.collate import Batch, TokenSequence
+from sft_play.data.batch import Batch
+from sft_play.data.collate import TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
@@ -24,7 +25,7 @@ from sft_play.models.sharding import is_divided, reshard
 from sft_play.models.weight_offloading import bring_layer_of
 from sft_play.plan.probe_fit import Point
 from sft_play.plan.step import Layout
-from sft_play.training.batches import LOSS_TARGETS, REAL_LENGTHS, collate_for_step
+from sft_play.training.batches import collate_for_step
 from sft_play.training.checkpoints import read_generators, set_generators
 from sft_play.training.checks import bit_sums
 from sft_play.training.classify import classify
@@ -86,7 +87,7 @@ class DryRun:
                 self.is_warm = True
             batch = worst_case(self.loop, rows, length)
             peaks = self._step(batch, layout.accumulates)
-            tokens = batch["input_ids"].numel()  # padding included
+            tokens = batch.ids.numel()  # padding included
             return Point(tokens, layout.checkpointed_layers, layout.accumulates, peaks)
         except (MemoryError, RuntimeError) as error:
             is_out_of_memory = classify(error).exit_class is ExitClass.OUT_OF_MEMORY
@@ -107,7 +108,7 @@ class DryRun:
         """
         self.memory.take_phases()
         for _ in range(1 + accumulates):
-            self.loop.compute_gradients(dict(batch), len(batch[LOSS_TARGETS]), is_last=False)
+            self.loop.compute_gradients(batch, batch.loss.total_weight, is_last=False)
         if self.steps_optimizer:
             with self.memory.phase("optimizer"):
                 step_without_change(self.engine.torch_optimizer)
@@ -148,9 +149,7 @@ def worst_case(loop: TrainingLoop, rows: int, length: int) -> Batch:
         labels = np.concatenate([[IGNORE_INDEX], ids[1:]])
         sequences.append(TokenSequence(ids, labels, (len(ids),), len(ids), images=(images,)))
     part = loop.loss.context and loop.loss.context.part
-    batch = collate_for_step(loop.collator, sequences, part)
-    del batch[REAL_LENGTHS]
-    return batch
+    return collate_for_step(loop.collator, sequences, part)
 
 
 def image_samples(loop: TrainingLoop, length: int) -> list[Sample]:

@@ -35,6 +35,7 @@ from sft_play.config.schema import Config
 from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of
 from sft_play.models.experts import ranks_of_experts
+from sft_play.models.fast.loss.head import read_loss_last
 from sft_play.models.images import trained_encoder_weights
 from sft_play.models.optimizers import Muon, hidden_matrices
 from sft_play.models.sharding import is_divided, trains_divided
@@ -99,6 +100,7 @@ class Engine:
             )
         else:
             self.wrapped, self.optimizer = accelerator.prepare(self.model, self.optimizer)
+        read_loss_last(self.model)
         self.create_scheduler(steps)
         if self.args.lr_scheduler_type != SchedulerType.CONSTANT:
             start_warm_up(self.lr_scheduler, self.args.get_warmup_steps(steps))

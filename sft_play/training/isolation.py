@@ -10,16 +10,18 @@ import inspect
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sft_play.data.collate import Batch, PackCollator, TokenSequence
+from sft_play.data.batch import Batch
+from sft_play.data.collate import PackCollator, TokenSequence
+from sft_play.data.documents import Documents
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
-from sft_play.models.fast.documents import CONTEXT, ContextGroup, Documents
+from sft_play.models.fast.context import ContextGroup
 from sft_play.models.fast.setup import base_model_of
 from sft_play.process import Process
 from sft_play.training.checks import modes_restored, rounds_coarsely
@@ -95,16 +97,16 @@ def check_context(
     ids = np.random.default_rng(0).integers(vocabulary, size=sum(LENGTHS))
     documents = np.split(ids, [LENGTHS[0]])
     collator = PackCollator(0, len(ids), varlen=True)
-    whole = _inputs([documents], collator, process.device)
+    whole = _batch([documents], collator, process.device)
     part = context.part.cut(whole)
-    tokens = part["input_ids"].shape[1]
-    ends = torch.tensor([0, tokens], dtype=torch.int32, device=process.device)
-    cut_off = {**part, **Documents(ends, tokens).arguments}  # attends to no token of another part
+    tokens = part.ids.shape[1]
+    alone = Documents.of_lengths([tokens]).on(process.device)
+    cut_off = replace(part, documents=alone)  # attends to no token of another part
     with modes_restored(model), torch.no_grad():
         model.eval()
         expected, shared, without = (
-            model(**inputs).logits[0].float()
-            for inputs in (whole, {**part, CONTEXT: context}, cut_off)
+            model(**batch.arguments).logits[0].float()
+            for batch in (whole, context.shared(part), cut_off)
         )
     expected = expected[context.rank * tokens :][:tokens]
     real = len(expected)  # the last part may end with padding
@@ -138,8 +140,8 @@ def measure_cross_document(
 
     def packed(*sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Return the logits (T, V) of the documents of each of two sequences."""
-        inputs = _inputs(sequences, collator, device)
-        logits = model(**inputs).logits.float()  # (2, T, V), or (1, T, V) in one row
+        batch = _batch(sequences, collator, device)
+        logits = model(**batch.arguments).logits.float()  # (2, T, V), or (1, T, V) in one row
         tokens = sum(LENGTHS)
         one, other = logits if len(logits) == 2 else (logits[0], logits[0, tokens:])
         return one[:tokens], other[:tokens]
@@ -147,7 +149,7 @@ def measure_cross_document(
     def alone(ids: np.ndarray) -> Tensor:
         """Return logits (T, V); if rounding is coarse, with the kernels of packed documents."""
         plain = {"input_ids": torch.from_numpy(ids)[None].to(device)}
-        inputs = _inputs([(ids,)], collator, device) if is_coarse else plain
+        inputs = _batch([(ids,)], collator, device).arguments if is_coarse else plain
         return model(**inputs).logits[0, : len(ids)].float()
 
     with modes_restored(model), torch.no_grad():
@@ -195,24 +197,19 @@ def _ends_of_long_row(
     first, second = text[:begin], text[begin:]
 
     def last(*documents: np.ndarray) -> Tensor:
-        batch = _inputs([documents], collator, device)
-        padding = batch["input_ids"].shape[1] - sum(map(len, documents))
+        batch = _batch([documents], collator, device)
+        padding = batch.ids.shape[1] - sum(map(len, documents))
         kept = LENGTHS[1] + padding  # an integer: the head may be on another GPU
-        return model(**batch, logits_to_keep=kept).logits[0, : LENGTHS[1]].float()
+        return model(**batch.arguments, logits_to_keep=kept).logits[0, : LENGTHS[1]].float()
 
     return [(last(first, second), last(second))]
 
 
-def _inputs(
+def _batch(
     sequences: Sequence[Sequence[np.ndarray]], collator: PackCollator, device: torch.device
 ) -> Batch:
-    """Return the model inputs for sequences of documents."""
-    batch = collator([_sequence(documents) for documents in sequences])
-    del batch["labels"]
-    for name, value in batch.items():
-        if isinstance(value, Tensor):
-            batch[name] = value.to(device)
-    return batch
+    """Return the batch of sequences of documents."""
+    return collator([_sequence(documents) for documents in sequences]).to(device)
 
 
 def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:

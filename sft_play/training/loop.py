@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import skip_first_batches
-from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import TrainerControl, TrainerState
@@ -23,18 +22,13 @@ from transformers.trainer import TRAINER_STATE_NAME, align_special_tokens
 from transformers.trainer_utils import speed_metrics
 
 from sft_play import stops
-from sft_play.data.collate import Batch, PackCollator, PadCollator, TrainRows
+from sft_play.data.batch import Batch
+from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler
 from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.runs import stamp
-from sft_play.training.batches import (
-    LOSS_TARGETS,
-    REAL_LENGTHS,
-    StepLoss,
-    collate_for_step,
-    total_weight,
-)
+from sft_play.training.batches import StepLoss, collate_for_step
 from sft_play.training.best import LossWatch
 from sft_play.training.checkpoints import (
     checkpoint_folder,
@@ -220,20 +214,21 @@ class TrainingLoop:
         started = time.perf_counter()
         fetched = list(itertools.islice(batches, self.order.layout.micro_batches))
         self.step_log.times.add("data", time.perf_counter() - started)
-        lengths = [length for batch in fetched for length in batch.pop(REAL_LENGTHS)]
-        self.step_log.add_rows(lengths, sum(len(batch[LOSS_TARGETS]) for batch in fetched))
+        lengths = [length for batch in fetched for length in batch.real_lengths]
+        self.step_log.add_rows(lengths, sum(len(batch.loss.targets) for batch in fetched))
         return fetched
 
     def train_step(self, micro_batches: Sequence[Batch], epochs: float) -> None:
         """Run an optimizer step, after which `epochs` are trained; log, evaluate and save."""
         engine, state = self.engine, self.state
         # the total weight of labeled tokens on all ranks: their number if each weighs 1
-        labelled_tokens = self.process.sum(sum(map(total_weight, micro_batches)))
+        own_weight = sum(batch.loss.total_weight for batch in micro_batches)
+        labelled_tokens = self.process.sum(own_weight)
         self.step_log.start_step()
         losses = []
-        for number, inputs in enumerate(micro_batches, 1):
+        for number, batch in enumerate(micro_batches, 1):
             is_last = number == len(micro_batches)
-            losses.append(self.compute_gradients(inputs, labelled_tokens, is_last))
+            losses.append(self.compute_gradients(batch, labelled_tokens, is_last))
             if not is_last:
                 self.events.call("on_substep_end")
         norm = engine.clip_gradients()
@@ -256,7 +251,7 @@ class TrainingLoop:
             self.log_steps(norm, rate)
         self.evaluate_and_save()
 
-    def compute_gradients(self, inputs: Batch, labelled_tokens: float, is_last: bool) -> Tensor:
+    def compute_gradients(self, batch: Batch, labelled_tokens: float, is_last: bool) -> Tensor:
         """Run the forward and backward pass of a micro-batch; return its loss, detached.
 
         Gradients are summed over the ranks in the last micro-batch of a step.
@@ -270,17 +265,17 @@ class TrainingLoop:
             engine.wrapped.train()  # visits every module: some 3,600 of 48 layers with adapters
         self.memory.enter("forward")
         with waiting:
-            inputs = send_to_device(inputs, engine.args.device, non_blocking=True)
-            loss = self.compute_loss(inputs, labelled_tokens)
-            self.step_log.add_loss(loss.detach(), total_weight(inputs) / labelled_tokens)
-            del inputs
+            batch = batch.to(engine.args.device, non_blocking=True)
+            loss = self.compute_loss(batch, labelled_tokens)
+            self.step_log.add_loss(loss.detach(), batch.loss.total_weight / labelled_tokens)
+            del batch
             self.memory.enter("backward")
             engine.backward(loss)
         return loss.detach()
 
-    def compute_loss(self, inputs: Batch, labelled_tokens: float) -> Tensor:
+    def compute_loss(self, batch: Batch, labelled_tokens: float) -> Tensor:
         """Return a micro-batch's share of the step's mean loss, times the number of ranks."""
-        loss = self.loss.compute(self.engine.wrapped, inputs, labelled_tokens)
+        loss = self.loss.compute(self.engine.wrapped, batch, labelled_tokens)
         # for a model placed on several GPUs, it is on the GPU of the output head
         return (loss * self.process.world_size).to(self.engine.args.device)
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
+from sft_play.data.documents import Documents
 from sft_play.models.architecture import decoder_of
 from sft_play.models.experts import find_experts, true_shape
-from sft_play.models.fast.documents import Documents
+from sft_play.models.fast.documents import watch_documents
 from sft_play.models.sharding import device_of
 from sft_play.process import Process
 
@@ -154,6 +155,7 @@ def capture(
     batches, documents = _batches(base, device, min(window, longest), last)
     if names_documents:
         batches = {PACKED: {**batches[PACKED], **documents.arguments}}
+        watch_documents(base, decoder).batch = documents
     for name, inputs in batches.items():
         with _recording(decoder, kinds, samples, name), preserving_state(decoder, device):
             decoder.eval()

@@ -21,6 +21,7 @@ from sft_play.errors import ConfigError
 from sft_play.models import partitioned
 from sft_play.models.fast.attention.forward import mask_chunks
 from sft_play.models.fast.attention.install import install_attention, reads_rows
+from sft_play.models.fast.documents import watch_documents
 from sft_play.models.fast.experts.install import install_experts
 from sft_play.models.fast.linears.lora import bind_when_changed
 from sft_play.models.fast.linears.mlp import (
@@ -124,6 +125,7 @@ def _install_parts(setup: TrainingSetup, proofs: ProofStore | None) -> FusedKern
     on: dict[str, int] = {}
     off: dict[str, str] = {}
     parts = [*INSTALLERS]
+    watch_documents(setup.base, setup.decoder)
     if getattr(setup.decoder.config, "attention_chunk_size", None):
         setup.decoder.register_forward_pre_hook(mask_chunks, with_kwargs=True)
     if setup.config.train.fast_path is False:

@@ -19,9 +19,9 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
+from sft_play.data.documents import Documents
 from sft_play.data.packing import padded_width
 from sft_play.models.fast.attention.reference import Scoring
-from sft_play.models.fast.documents import Documents
 
 BLOCK = 128  # tokens
 SHAPES = 64  # recompile limit of torch: there are few widths, kinds of layers and modes

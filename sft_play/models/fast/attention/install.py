@@ -90,6 +90,7 @@ def _why_mask_is_read(setup: TrainingSetup) -> str | None:
     # for a long window, the activations of all layers of a 27B model needed 77 GiB
     ids = call.kwargs["input_ids"][:, : LENGTHS[-1]]
     padded = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    watch_documents(setup.base, decoder).batch = None
     with (
         preserving_state(decoder, setup.process.device),
         setup.process.autocast(),

@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
+from sft_play.data.documents import Documents
 from sft_play.models import triton_kernels
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.reference import (
@@ -33,7 +34,6 @@ from sft_play.models.fast.attention.reference import (
     attend_lengths,
     attend_rows,
 )
-from sft_play.models.fast.documents import Documents
 from sft_play.models.fast.setup import Gradients, to_compute_dtype
 
 LARGEST_FLASH_HEAD = 256  # features per head that flash attention supports, at most

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sft_play.data.documents import Documents, ImageBlock
 from sft_play.models import triton_kernels
-from sft_play.models.fast.documents import UNMASKED, Documents, ImageBlock
+from sft_play.models.fast.documents import UNMASKED
 from sft_play.models.fast.setup import Gradients
 
 

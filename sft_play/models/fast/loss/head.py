@@ -5,7 +5,6 @@ It is installed on heads whose logits follow from its scores by a known formula.
 Legend: B rows, T tokens, H hidden features, V vocabulary, N labeled tokens.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from sft_play.data.batch import Batch, LossTokens
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.capture import preserving_state
 from sft_play.models.fast.loss.linear_cross_entropy import (
@@ -29,7 +29,7 @@ from sft_play.plan.fast import TRAINED_TOKENS, ZERO_3
 
 
 class FusedHead:
-    """The forward method of an output head: returns logits, or the loss if labels are set.
+    """The forward method of an output head: returns logits, or the loss if tokens are set.
 
     It is set on the instance of a Linear, so that parameters, names and saved files do not change.
     The loss is computed here, inside the model's forward pass. Only there does DDP detect that the
@@ -39,25 +39,30 @@ class FusedHead:
     def __init__(self, head: nn.Linear, formula: HeadFormula):
         self.head = head
         self.formula = formula
-        # Positions, targets and perhaps labeled tokens per row, as in `fused_nll`
-        self.labels: tuple[Tensor, Tensor, Sequence[int] | None] | None = None
+        self.tokens: LossTokens | None = None
+        self.nll: Tensor | None = None  # of the tokens, after all hooks of the head
+        self.hook = head.register_forward_hook(self.keep)
+
+    def keep(self, head: nn.Module, args: tuple, output: Tensor) -> None:
+        if self.tokens is not None:
+            self.nll = output
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        if self.labels is None:
+        if self.tokens is None:
             return type(self.head).forward(self.head, hidden)
-        positions, targets, tokens_of_rows = self.labels
-        hidden = hidden.flatten(0, 1).index_select(0, positions)  # (N, H)
+        targets, counts = self.tokens.targets, self.tokens.counts
+        hidden = hidden.flatten(0, 1).index_select(0, self.tokens.positions)  # (N, H)
         if self.formula.scale != 1.0:
             hidden = hidden * self.formula.scale
         hidden = to_compute_dtype(hidden)
         weight = to_compute_dtype(self.head.weight)  # (V, H)
         softcap = self.formula.softcap
-        if tokens_of_rows is None:
+        if counts is None:
             nll = fused_linear_cross_entropy(hidden, weight, targets, softcap)
         else:
-            rows = zip(hidden.split(tokens_of_rows), targets.split(tokens_of_rows), strict=True)
+            groups = zip(hidden.split(counts), targets.split(counts), strict=True)
             nll = torch.stack(
-                [fused_linear_cross_entropy(row, weight, of_row, softcap) for row, of_row in rows]
+                [fused_linear_cross_entropy(rows, weight, ids, softcap) for rows, ids in groups]
             )
         # Returned in place of logits, so that DDP finds the graph. A model may scale or cap it; the
         # value used is the one that a hook reads before that.
@@ -70,33 +75,55 @@ def is_loss_fused(model: nn.Module) -> bool:
 
 
 def fused_nll(
-    model: nn.Module,
-    wrapped: Any,
-    inputs: dict[str, Any],
-    positions: Tensor,
-    targets: Tensor,
-    tokens_of_rows: Sequence[int] | None = None,
+    model: nn.Module, wrapped: Any, arguments: dict[str, Any], tokens: LossTokens
 ) -> Tensor:
-    """Return the summed nll in nats of a forward pass, a float32 scalar.
+    """Return the summed nll of tokens in nats, a float32 scalar; with groups, of each group (G,).
 
-    `wrapped` is called with `inputs`; it is the model itself, or DDP or DeepSpeed around it.
-    positions (N,) int64 are indices, in the flattened (B * T), of the hidden states that predict;
-    targets (N,) int64 are the tokens after them. With `tokens_of_rows`, the number of labeled
-    tokens per row, the result is the nll per row, (B,).
+    `wrapped` is called with `arguments`; it is the model itself, or DDP or DeepSpeed around it.
     """
     fused = _forward_of_head(model)
     assert isinstance(fused, FusedHead), "fuse_loss comes first"
-    outputs: list[Tensor] = []
-    fused.labels = (positions, targets, tokens_of_rows)
-    # the last hook: ZeRO-3's hooks have added the gathering of a trained weight to the graph
-    hook = fused.head.register_forward_hook(lambda module, given, output: outputs.append(output))
+    fused.tokens = tokens
     try:
-        wrapped(**inputs)
+        wrapped(**arguments)
+        nll = fused.nll
     finally:
-        hook.remove()
-        fused.labels = None
-    assert outputs, "the model has not called its head"
-    return outputs[-1].reshape(() if tokens_of_rows is None else -1)
+        fused.tokens = fused.nll = None
+    assert nll is not None, "the model has not called its head"
+    return nll.reshape(() if tokens.counts is None else -1)
+
+
+def sum_nll(model: nn.Module, wrapped: Any, batch: Batch, **options: Any) -> Tensor:
+    """Return the weighted sum of the nats of a batch's labeled tokens, with its autograd graph.
+
+    `wrapped` is the model or its wrapper; it is called with the batch's arguments and `options`.
+    """
+    arguments, tokens = batch.arguments | options, batch.loss
+    weights = tokens.weights
+    if is_loss_fused(model):
+        nll = fused_nll(model, wrapped, arguments, tokens)
+        return nll if weights is None else nll @ weights.to(nll.device)
+    logits = wrapped(**arguments).logits
+    if weights is None and batch.labels is not None:
+        return summed_nll(logits, batch.labels)
+    predicted = logits.flatten(0, 1).index_select(0, tokens.positions.to(logits.device)).float()
+    targets = tokens.targets.to(logits.device)
+    nll = functional.cross_entropy(predicted, targets, reduction="none")
+    if weights is None:
+        return nll.sum()
+    counts = torch.tensor(tokens.counts, device=weights.device)
+    return nll @ weights.repeat_interleave(counts).to(nll.device)
+
+
+def read_loss_last(model: nn.Module) -> None:
+    """Read the fused loss after the hooks of a wrapper.
+
+    Those of ZeRO-3 add the gathering of a trained head to the autograd graph.
+    """
+    fused = _forward_of_head(model)
+    if isinstance(fused, FusedHead):
+        fused.hook.remove()
+        fused.hook = fused.head.register_forward_hook(fused.keep)
 
 
 def _forward_of_head(model: nn.Module) -> Any:
@@ -212,8 +239,3 @@ def nll_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
         predicted, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
     return nll.view_as(targets).sum(dim=1)
-
-
-def labelled_tokens_of_rows(labels: Tensor) -> Tensor:
-    """Return the number of tokens with a loss in each row of labels (B, T), int64 (B,)."""
-    return labels[:, 1:].ne(IGNORE_INDEX).sum(dim=1)

@@ -29,15 +29,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache
 
+from sft_play.data.documents import BOUNDARIES, Documents
 from sft_play.models.fast.documents import (
-    BOUNDARIES,
-    Documents,
     PackedDocuments,
     first_tensor,
     forward_by_document,
     is_unmasked,
     unflatten,
 )
+from sft_play.models.fast.mixers import indices
 from sft_play.models.fast.setup import fuse, is_training
 from sft_play.models.fast.trial import Forward
 from sft_play.models.linear_attention import (
@@ -95,7 +95,10 @@ def _boundaries(batch: Documents | None) -> dict[str, Tensor]:
     """Return the document boundaries as arguments of flash-linear-attention."""
     if batch is None:
         return {}
-    return {"cu_seqlens": batch.long_boundaries, "cu_seqlens_cpu": batch.boundaries_on_cpu}
+    return {
+        "cu_seqlens": indices.long_boundaries(batch),
+        "cu_seqlens_cpu": indices.boundaries_on_cpu(batch),
+    }
 
 
 def _convolution(own: Kernel) -> Kernel:
@@ -132,7 +135,7 @@ def _convolve_with_gaps(
     """Return the convolution of documents with W - 1 zeros before each, as before a row."""
     channels, tokens = hidden.shape[1:]
     gap = weight.shape[-1] - 1
-    places = batch.places_with_gaps(tokens, gap)
+    places = indices.places_with_gaps(batch, tokens, gap)
     gaps = gap * (len(batch.boundaries) - 2)
     spread = hidden.new_zeros(1, channels, tokens + gaps).index_copy(2, places, hidden)
     return own(spread, weight, bias, activation=activation).index_select(2, places)
@@ -230,7 +233,7 @@ def _in_groups(own: Kernel, names: tuple[str, ...], dim: int) -> Kernel:
         call = signature.bind(*args, **kwargs)
         flat = {name: call.arguments.get(name) for name in names}
         outputs: list[Tensor] = []
-        for tokens in batch.groups.tokens:
+        for tokens in indices.groups(batch).tokens:
             for name, value in flat.items():
                 if value is not None:
                     call.arguments[name] = _rows_of_documents(value, tokens, dim)
@@ -238,7 +241,7 @@ def _in_groups(own: Kernel, names: tuple[str, ...], dim: int) -> Kernel:
             mixed = output[0] if isinstance(output, tuple) else output
             outputs.append(mixed.movedim(0, dim - 1).flatten(dim - 1, dim))
         together = torch.cat(outputs, dim=dim - 1)
-        mixed = together.index_select(dim - 1, batch.groups.places)[None]
+        mixed = together.index_select(dim - 1, indices.groups(batch).places)[None]
         return (mixed, None) if isinstance(output, tuple) else mixed
 
     return scan

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from sft_play.data.documents import Documents
 from sft_play.models.fast.attention.install import scales_by_place
 from sft_play.models.fast.capture import LENGTHS, PACKED, Call, capture, preserving_state
 from sft_play.models.fast.documents import (
-    Documents,
     PackedDocuments,
     hide_arguments,
     watch_documents,
@@ -169,9 +169,7 @@ def tiled(call: Call) -> Call:
 
 
 def _documents(device: torch.device) -> Documents:
-    boundaries = torch.arange(0, TUNED_TOKENS + 1, TUNED_DOCUMENT, dtype=torch.int32, device=device)
-    lengths = [TUNED_DOCUMENT] * (TUNED_TOKENS // TUNED_DOCUMENT)
-    return Documents(boundaries, TUNED_DOCUMENT, given_lengths=lengths)
+    return Documents.of_lengths([TUNED_DOCUMENT] * (TUNED_TOKENS // TUNED_DOCUMENT)).on(device)
 
 
 WITHOUT_FLA = (

@@ -1,0 +1,73 @@
+"""Which tokens of a batch attend to which: the type that the collator makes and attention reads.
+
+A row is one or more documents. A token attends to the earlier tokens of its document, and tokens of
+an image may attend to the whole image.
+
+Legend: B rows, T tokens per row, N documents.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+# The keyword arguments that pass documents to transformers' models
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+DOCUMENTS = "documents"  # the keyword argument that passes them to ours, `watch_documents`
+ImageBlock = tuple[int, int, int]  # its start and end, its document's start, in flattened rows
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Where documents begin in a batch's flattened rows, and cached indices computed from it."""
+
+    boundaries: Tensor  # (N + 1,) int32, the cu_seq_lens of flash attention
+    longest: int  # tokens of the longest document, at least
+    given_lengths: Sequence[int] | None = None  # tokens per document, if they are on the CPU
+    image_blocks: Sequence[ImageBlock] = ()
+    context: Any = None  # `ContextGroup` of the ranks that share each row's tokens
+    # By the mask that attention gets: the tokens that image tokens attend to, as `ImageRows`
+    image_rows: dict[Tensor, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_lengths(cls, lengths: Sequence[int], blocks: Sequence[ImageBlock] = ()) -> Self:
+        """Return documents of so many tokens each, one after another."""
+        boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(boundaries, max(lengths), lengths, blocks)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments that pass the documents to transformers' models."""
+        values = (self.boundaries, self.boundaries, self.longest, self.longest)
+        return dict(zip(BOUNDARIES, values, strict=True))
+
+    def on(self, device: torch.device) -> Self:
+        """Return the same documents for modules on a device; they are copied there once."""
+        if self.boundaries.device == device:
+            return self
+        if device not in self._elsewhere:
+            boundaries = self.boundaries.to(device)
+            self._elsewhere[device] = replace(
+                self, boundaries=boundaries, given_lengths=self.lengths
+            )
+        return self._elsewhere[device]
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Return the tokens of each document; waits for the GPU if the batch lacks the lengths."""
+        if self.given_lengths is not None:
+            return list(self.given_lengths)
+        return self.boundaries.diff().tolist()
+
+    @cached_property
+    def indices(self) -> dict[Any, Any]:
+        """What kernels have computed from the boundaries, by their keys."""
+        return {}
+
+    @cached_property
+    def _elsewhere(self) -> dict[torch.device, Self]:
+        return {}
