@@ -116,12 +116,12 @@ def compile_in(folder: Path) -> None:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
     finish = worker.finish
 
-    def say(recorder, trainer, stopped):
+    def say(context, recorder, trainer, stopped):
         optimizer = trainer.engine.optimizer
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         print(f"optimizer {type(optimizer).__name__}")
-        finish(recorder, trainer, stopped)
+        finish(context, recorder, trainer, stopped)
 
     worker.finish = say
 
