@@ -200,7 +200,8 @@ test-gpu: $(ENV) ## run the tests that need a GPU
 lint: $(ENV) ## check rules, format and plain English
 	@$(CHECK)
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
-	@$(PY) -m tools.plain_english 'sft_play/*.py' ':(glob)docs/*.md' README.md CONTRIBUTING.md
+	@$(PY) -m tools.plain_english 'sft_play/*.py' 'notebook_converter/*.py' \
+	  ':(glob)docs/*.md' README.md CONTRIBUTING.md
 docs: $(ENV) ## write the generated pages of docs/, and build all of them as a site in outputs/site
 	@$(CHECK)
 	@$(PY) -m sft_play.config.reference && $(PY) -m tools.docs
