@@ -48,7 +48,11 @@ def main() -> None:
     project = {f"{PROJECT}.{name.replace('/', '.')}": name for name in FOLDERS}
     with tempfile.TemporaryDirectory() as folder:
         setup(
-            packages=[*find_packages(include=["sft_play*"]), PROJECT, *project],
+            packages=[
+                *find_packages(include=["sft_play*", "notebook_converter"]),
+                PROJECT,
+                *project,
+            ],
             package_dir={PROJECT: ".", **project},
             package_data={
                 "sft_play": ["*/*.json", "data/*.toml", "reporting/templates/*"],

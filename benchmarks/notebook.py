@@ -25,10 +25,10 @@ from benchmarks.processes import clean_environment, fresh_folder, run_limited
 from benchmarks.runner import with_repository
 from benchmarks.verdict import MAX_ROUNDING, MIN_FALL, deviation, fall
 from benchmarks.workloads import LLAMA_1B, BaseModel
-from sft_play.notebooks import code as codes
-from sft_play.notebooks import document as documents
-from sft_play.notebooks.convert import convert
-from sft_play.notebooks.script import export
+from notebook_converter import code as codes
+from notebook_converter.convert import convert
+from notebook_converter.script import export
+from sft_play.commands.notebook import read_notebook
 from sft_play.plan.ranks import visible_entries
 from sft_play.runs.report import LoggedLoss
 
@@ -94,9 +94,9 @@ def prepare(way: Way, folder: Path, out: Path, args: argparse.Namespace) -> list
     path.write_text(text, encoding="utf-8")
     launcher = []
     if way.name == "split":
-        path.write_text(convert(documents.read(path)).text, encoding="utf-8")
+        path.write_text(convert(read_notebook(path)).text, encoding="utf-8")
     if way.processes > 1:
-        text, _ = export(documents.read(path), out / "train.py")
+        text, _ = export(read_notebook(path), out / "train.py")
         path = out / "train.py"
         path.write_text(text, encoding="utf-8")
         torchrun = ["torch.distributed.run", "--standalone"]
@@ -157,7 +157,7 @@ def record(path: Path, folder: Path, steps: int) -> None:
         runpy.run_path(str(path), run_name="__main__")
         return
     variables: dict[str, Any] = {"__name__": "__main__"}
-    for cell in documents.read(path).cells:
+    for cell in read_notebook(path).cells:
         if cell.kind == "code":
             code = codes.parse(cell.number, cell.source)
             exec(compile("\n".join(code.lines), f"cell {cell.number}", "exec"), variables)

@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from notebook_converter import code
 from sft_play import reading
+from sft_play.commands.notebook import read_notebook
 from sft_play.config.yaml_source import parse_flow, read_json, read_mapping
 from sft_play.data import json_files, text_files
 from sft_play.data.files import parse_records, read_chunks
@@ -22,7 +24,6 @@ from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, read_prompts
 from sft_play.data.rows import InvalidRowError, shorten
 from sft_play.data.text_files import parse_json
 from sft_play.errors import ConfigError, DataError
-from sft_play.notebooks import code, document
 
 MIB = 1 << 20
 SECONDS = 10
@@ -269,7 +270,7 @@ def test_special_files_are_named(tmp_path):
         for read, error in (
             (reading.read_bytes, OSError),
             (read_mapping, ConfigError),
-            (document.read, ConfigError),
+            (read_notebook, ConfigError),
         ):
             with pytest.raises(error, match=f"{kind}, not a regular file"):
                 read(path)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from sft_play import timeline
 from sft_play.commands.early import RELAY, EarlyRank
 from sft_play.errors import ExitClass
 from sft_play.evaluation import opener
+from sft_play.inference.export import export_run
 from sft_play.plan.launch import WORKER, Launch
+from sft_play.runs.exports import ExportAsked
 from sft_play.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -196,3 +199,20 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(tmp_path, monkeyp
     opener.SCRIPT.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
     assert opener.run(tmp_path / "a", tmp_path / "b", tmp_path / "said") == 3
     assert str(tmp_path / "a") in (tmp_path / "said").read_text()
+
+
+@pytest.mark.slow
+def test_a_first_export_opens_the_merge_and_the_quantized_files_once(
+    finished, tmp_path, monkeypatch
+):
+    """Each process that opens a folder names it."""
+    run = RunFolder(shutil.copytree(finished("lora").path, tmp_path / "run"))
+    script, opened = tmp_path / "script.py", tmp_path / "opened"
+    script.write_text(
+        f"import json, runpy, sys; from pathlib import Path; opened = Path({str(opened)!r})\n"
+        "with opened.open('a') as file: file.write(json.load(open(sys.argv[1]))['path'] + '\\n')\n"
+        f"runpy.run_path({str(opener.SCRIPT)!r}, run_name='__main__')\n"
+    )
+    monkeypatch.setattr(opener, "SCRIPT", script)
+    export_run(run, ExportAsked("int4", least_gain=0.0), "cpu")
+    assert len(opened.read_text().splitlines()) == 2

@@ -62,16 +62,16 @@ def test_a_balanced_model_is_cut_between_layers(base_of, model_type: str) -> Non
     assert min(held) > 0
 
 
-def test_32_layers_are_balanced_to_a_twentieth(tmp_path: Path) -> None:
+def test_32_layers_are_balanced_to_a_fifth(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
-        "qwen3", num_hidden_layers=32, hidden_size=64, intermediate_size=256, vocab_size=4096,
+        "qwen3", num_hidden_layers=32, hidden_size=64, intermediate_size=256, vocab_size=2048,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     for gpus in (2, 4):
         held = weights_on(tmp_path, devices_of(tmp_path, "auto", gpus))
         assert len(held) == gpus
-        assert max(held) < 1.1 * sum(held) / gpus
+        assert max(held) < 1.2 * sum(held) / gpus
 
 
 def test_tied_weights_are_on_one_gpu_and_what_has_none_is_where_the_model_begins(tiny_base) -> None:

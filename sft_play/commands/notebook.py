@@ -1,19 +1,32 @@
 """`make convert-notebook` and `make check-notebook`. Loads no torch."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
+from notebook_converter import checklist
+from notebook_converter import script as scripts
+from notebook_converter.convert import convert
+from notebook_converter.document import Document, NotebookError, parse
+from notebook_converter.recognize import Notebook
+from sft_play import reading
 from sft_play.commands.call import Call, write_out
 from sft_play.errors import ConfigError
-from sft_play.notebooks import checklist
-from sft_play.notebooks import document as documents
-from sft_play.notebooks import script as scripts
-from sft_play.notebooks.convert import convert
-from sft_play.notebooks.document import Document
-from sft_play.notebooks.recognize import Notebook
 
+MAX_NOTEBOOK_BYTES = 32 << 20
 FORMS = "OUT=converted.ipynb is a notebook, OUT=train.py a script"
 
 
+@contextlib.contextmanager
+def notebook_errors() -> Iterator[None]:
+    """Raise what the converter refuses as an error of a setting, which has an exit class."""
+    try:
+        yield
+    except NotebookError as error:
+        raise ConfigError(str(error)) from None
+
+
+@notebook_errors()
 def convert_notebook(call: Call) -> list[str]:
     """Convert NB and write OUT; return the report. Without OUT nothing is written.
 
@@ -49,7 +62,7 @@ def check_notebook(call: Call) -> tuple[list[str], bool]:
     Raises: ConfigError for a file that is not a notebook.
     """
     names = call.environ.get("NB", "").split(",")
-    first, *others = [documents.read(Path(name.strip())) for name in names if name.strip()] or [
+    first, *others = [read_notebook(Path(name.strip())) for name in names if name.strip()] or [
         _document(call)
     ]
     points = checklist.check(first, others)
@@ -63,7 +76,19 @@ def _document(call: Call) -> Document:
     path = call.words.text("NB")
     if path is None:
         raise ConfigError("name a notebook: NB=notebook.ipynb")
-    return documents.read(Path(path))
+    return read_notebook(Path(path))
+
+
+@notebook_errors()
+def read_notebook(path: Path) -> Document:
+    """Return the notebook in a file. Raises: ConfigError for a file that is not one."""
+    if path.is_dir():
+        raise ConfigError(f"NB={path} is a folder; name a notebook in it")
+    try:
+        data = reading.read_bytes(path, MAX_NOTEBOOK_BYTES)
+    except OSError as error:
+        raise ConfigError(f"NB={path}: {error.strerror}; name a notebook") from None
+    return parse(path, data)
 
 
 def _title(document: Document) -> str:

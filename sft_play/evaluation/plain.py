@@ -40,7 +40,7 @@ class Folder:
     trust_remote_code: bool = False
     offload_folder: Path | None = None
     stored: Mapping[str, Any] | None = None  # how the base's quantized weights are read as plain
-    rows: Path | None = None  # to be scored
+    rows: Sequence[Path] = ()  # files of rows to be scored, each by itself
     stops: Sequence[tuple[list[int], int]] = ()  # ids of a prompt, and the stop that may follow
     prompts: Sequence[list[dict[str, Any]]] = ()  # messages, for the folder's chat template
 
@@ -105,11 +105,14 @@ def answer(asked: str, answered: str) -> None:
     with open(asked, encoding="utf-8") as file:
         folder = Folder(**json.load(file))
     model, tokenizer = load(folder)
-    outputs = scored(model, load_file(folder.rows))
+    found: dict[str, Tensor] = {}
+    for number, path in enumerate(folder.rows):
+        for name, tensor in scored(model, load_file(path))._asdict().items():
+            found[f"{number}.{name}"] = tensor
     stops = [ends_at(model, tokenizer, prompt, stop) for prompt, stop in folder.stops]
     prompts = [prompt_ids(tokenizer, messages) for messages in folder.prompts]
     facts = Facts(stops, prompts)
-    save_file(outputs._asdict(), answered, metadata={"facts": json.dumps(vars(facts))})
+    save_file(found, answered, metadata={"facts": json.dumps(vars(facts))})
 
 
 def load(folder: Folder) -> tuple[Any, Any]:

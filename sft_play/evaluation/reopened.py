@@ -129,6 +129,13 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
 
     Raises: CheckpointError if the folder cannot be opened.
     """
+    return reopen_and_score(folder, reference)[0]
+
+
+def reopen_and_score(
+    folder: Folder, reference: Reference, *others: Mapping[str, Tensor]
+) -> tuple[Reopened, list[Outputs]]:
+    """Return the result of `reopen`, and the outputs for other sets of rows of the same opening."""
     if folder.offload_folder is not None:
         fitting = int((reference.rows["ends"] <= TOKENS_FROM_DISK).sum())
         reference = reference.shortened(max(1, fitting))
@@ -139,10 +146,11 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
         stops=[(first_prompt[stop], stop) for stop in stops],
         prompts=[messages for messages, _ in reference.prompts],
     )
-    outputs, facts = ask(request, reference.rows, reference.outputs.tokens)
+    rows = {**reference.rows, "tokens": reference.outputs.tokens}
+    (outputs, *of_others), facts = ask(request, rows, *others)
     by_stop = dict(zip(stops, facts.stops, strict=True))
     prompts = zip(facts.prompts, reference.prompts, strict=True)
-    return Reopened(
+    reopened = Reopened(
         rows=len(reference.rows["ends"]),
         eval_loss=float(outputs.nats.mean()),
         run_eval_loss=reference.loss,
@@ -153,6 +161,7 @@ def reopen(folder: Folder, reference: Reference) -> Reopened:
         changed_prompts=sum(found != ids for found, (_, ids) in prompts),
         bound=choose_bound(folder, reference),
     )
+    return reopened, of_others
 
 
 def choose_bound(folder: Folder, reference: Reference) -> Bound:
@@ -174,16 +183,18 @@ def divergence(run: Outputs, other: Outputs) -> float:
     return float((kept.sum(-1) + rest).mean())
 
 
-def ask(folder: Folder, rows: Mapping[str, Tensor], tokens: Tensor) -> tuple[Outputs, Facts]:
-    """Return the outputs of a folder for rows and the tokens of each position, and its facts.
+def ask(folder: Folder, *row_sets: Mapping[str, Tensor]) -> tuple[list[Outputs], Facts]:
+    """Return the outputs of a folder for each set of rows, with their `tokens`, and its facts.
 
     Raises: CheckpointError with what the script could not do.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        names = ("rows.safetensors", "request.json", "answer.safetensors", "printed.txt")
-        path, asked, answered, printed = (Path(temporary) / name for name in names)
-        save_file({**rows, "tokens": tokens.contiguous()}, path)
-        request = replace(folder, rows=path)
+        names = ("request.json", "answer.safetensors", "printed.txt")
+        asked, answered, printed = (Path(temporary) / name for name in names)
+        paths = [Path(temporary) / f"rows-{number}.safetensors" for number in range(len(row_sets))]
+        for rows, path in zip(row_sets, paths, strict=True):
+            save_file({name: tensor.contiguous() for name, tensor in rows.items()}, path)
+        request = replace(folder, rows=list(map(str, paths)))
         asked.write_text(json.dumps(vars(request), default=str), encoding="utf-8")
         code = opener.run(asked, answered, printed)
         if code:
@@ -191,8 +202,11 @@ def ask(folder: Folder, rows: Mapping[str, Tensor], tokens: Tensor) -> tuple[Out
             why = lines[-1] if lines and code > 0 else f"exit status {code}"
             raise CheckpointError(f"{folder.path}: transformers cannot open and use it: {why}")
         with safe_open(answered, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return Outputs(**tensors), Facts(**json.loads(file.metadata()["facts"]))
+            outputs = [
+                Outputs(*(file.get_tensor(f"{number}.{name}") for name in Outputs._fields))
+                for number in range(len(row_sets))
+            ]
+            return outputs, Facts(**json.loads(file.metadata()["facts"]))
 
 
 def _stored_in_float32(folder: Folder) -> bool:

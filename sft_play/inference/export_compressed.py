@@ -29,7 +29,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.evaluation.reference import as_tensors
-from sft_play.evaluation.reopened import Folder, Reopened, ask, reopen
+from sft_play.evaluation.reopened import Reopened, reopen_and_score
 from sft_play.inference.exported import Export, Written, link_files, write_plain_model
 from sft_play.inference.improvement import Losses, interval, read_scored_rows
 from sft_play.inference.merge import merged_folder
@@ -228,7 +228,7 @@ class CompressedScores:
 
 
 def score(export: Export, files: Path) -> CompressedScores:
-    """Return the scores of a quantized folder, opened in separate processes.
+    """Return the scores of a quantized folder, opened once, in a fresh process.
 
     Raises: CheckpointError if the run's scores are missing.
     """
@@ -239,20 +239,16 @@ def score(export: Export, files: Path) -> CompressedScores:
             "is compared with them; FORMAT=safetensors needs none"
         )
     samples, written = found
+    rows = all_labels(samples)
     with merged_folder(files, export.config) as opened:
-        table = np.column_stack([written, nats_of_rows(opened, samples)])
-        found = reopen(opened, export.reference)
+        found, (outputs,) = reopen_and_score(opened, export.reference, rows)
+    nats = outputs.nats.tensor_split(rows["position_ends"][:-1])
+    table = np.column_stack([written, [row.sum().item() for row in nats]])
     return CompressedScores(table, found, export.asked.least_gain)
 
 
-def nats_of_rows(folder: Folder, samples: Sequence[Sample]) -> list[float]:
-    """Return the nats of all labels of each sample, from a folder in a fresh process.
-
-    Raises: CheckpointError if the folder cannot be opened.
-    """
+def all_labels(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Return rows for all labels of samples, of which only the nats are asked."""
     labels = [np.flatnonzero(sample.labels != IGNORE_INDEX).tolist() for sample in samples]
     rows = as_tensors(samples, labels)
-    tokens = torch.zeros(len(rows["positions"]), 1, dtype=torch.int64)
-    outputs, _ = ask(folder, rows, tokens)
-    of_rows = outputs.nats.tensor_split(rows["position_ends"][:-1])
-    return [row.sum().item() for row in of_rows]
+    return {**rows, "tokens": torch.zeros(len(rows["positions"]), 1, dtype=torch.int64)}

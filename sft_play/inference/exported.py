@@ -35,7 +35,7 @@ from sft_play.inference.load import (
     tokenizer_of,
     without_rounding,
 )
-from sft_play.inference.merge import MERGED, merge_run, merged_folder
+from sft_play.inference.merge import MERGED, merge_and_score, merged_folder
 from sft_play.models.export import saved_stops, write_for_older_readers
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
@@ -118,16 +118,19 @@ def write_plain_model(export: Export, staging: Path) -> tuple[list[str], Reopene
     """
     source, dtype = export.weights, export.asked.dtype
     lines: list[str] = []
+    scored: Reopened | None = None
     if export.config.tuning.mode != "full":
         source = export.run.path / MERGED
         if not is_current_merge(source, export.weights, dtype):
-            lines = merge_run(export.run, dtype)
+            lines, scored = merge_and_score(export.run, dtype)
     elif dtype is not None:
         raise ConfigError(
             f"MODEL_DTYPE={dtype}: {source} is exported in the type that was trained; leave it out"
         )
     link_files(source, staging)
     write_for_older_readers(staging, export.config.model.trust_remote_code)
+    if scored is not None and export.asked.format != "safetensors":
+        return lines, scored  # the merge was just opened, and no file of this folder is published
     with merged_folder(staging, export.config) as opened:
         return lines, export.reopen(opened)
 

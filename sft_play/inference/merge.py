@@ -89,7 +89,12 @@ class Refusal:
 
 
 def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
-    """Merge a run's adapter into its base; return the lines to print.
+    """Merge a run's adapter into its base; return the lines to print. See `merge_and_score`."""
+    return merge_and_score(folder, dtype)[0]
+
+
+def merge_and_score(folder: RunFolder, dtype: str | None) -> tuple[list[str], Reopened]:
+    """Merge a run's adapter into its base; return the lines to print, and the scores of the merge.
 
     The result is merged/ in the run folder, in `dtype` or the base's. Plain transformers opens
     it in a fresh process and scores held-out rows. If it is not the evaluated model, it is not
@@ -126,7 +131,8 @@ def merge_run(folder: RunFolder, dtype: str | None = None) -> list[str]:
     write_report(folder, candidates, best.base, Refusal())
     (folder.path / EARLIER_REPORT).unlink(missing_ok=True)
     lines = [each.line(best) for each in candidates if len(candidates) > 1]
-    return [*lines, best.found.line("merged"), f"merged {target.path} ({best.way})"]
+    lines += [best.found.line("merged"), f"merged {target.path} ({best.way})"]
+    return lines, best.found
 
 
 def measured_candidates(folder: RunFolder, dtype: str | None, work: Path) -> Iterator[Candidate]:

@@ -6,9 +6,8 @@ there. They wrap forward methods, so such a run uses the model's original implem
 """
 
 import difflib
-import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +18,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
-from sft_play.models.architecture import decoder_of, empty_model
+from sft_play.models.architecture import decoder_layers, decoder_of, empty_model
 from sft_play.models.sharding import outermost_layers
-from sft_play.plan.memory import NF4_BYTES
-from sft_play.plan.placement import places_by_rule
+from sft_play.plan.placement import count_layers
 from sft_play.process import Process
-
-logger = logging.getLogger(__name__)
 
 DeviceMap = dict[str, torch.device]  # by module name; "" is the full model
 
@@ -35,7 +31,7 @@ class Block(NamedTuple):
 
     name: str
     parameters: list[nn.Parameter]
-    is_layer: bool = False
+    module: nn.Module | None = None
 
 
 def resolve_device_map(
@@ -53,8 +49,9 @@ def resolve_device_map(
         return {"": process.device}
     model = empty_model(stored, torch.bfloat16, config.model.trust_remote_code)
     model.tie_weights()
+    layers = decoder_layers(model)
     blocks = list(_blocks(model, "", set(outermost_layers(model))))
-    if not any(block.is_layer for block in blocks):
+    if not layers:
         raise ConfigError(
             f"model.device_map: {type(model).__name__} has no layers that could be placed one by "
             "one; set MODEL_DEVICE_MAP=null"
@@ -63,8 +60,8 @@ def resolve_device_map(
         devices = _devices_by_name(blocks, wanted, model)
     else:
         rule = "balanced" if isinstance(wanted, dict) else wanted
-        places = _places(blocks, rule, config.tuning.mode == "qlora", process, most_layers)
-        devices = [process.devices[place] for place in places]
+        counts = count_layers(rule, len(layers), len(process.devices), most_layers)
+        devices = _devices_by_count(blocks, set(layers), counts)
     return _shared_together(blocks, devices)
 
 
@@ -100,7 +97,7 @@ def _names_usable_devices(wanted: MapRule | ModuleDevices, process: Process) -> 
 def _blocks(module: nn.Module, name: str, layers: set[nn.Module]) -> Iterator[Block]:
     """Yield the blocks of a module in the order of its children."""
     if module in layers or not any(child in layers for child in module.modules()):
-        yield Block(name, list(module.parameters()), module in layers)
+        yield Block(name, list(module.parameters()), module)
         return
     prefix = f"{name}." if name else ""
     for own, parameter in module.named_parameters(recurse=False):
@@ -109,36 +106,17 @@ def _blocks(module: nn.Module, name: str, layers: set[nn.Module]) -> Iterator[Bl
         yield from _blocks(child, prefix + own, layers)
 
 
-def _places(
-    blocks: list[Block], rule: MapRule, is_packed: bool, process: Process, most_layers: int
-) -> list[int]:
-    """Return the GPU index of each block by a rule."""
-    numbers = [number for number, block in enumerate(blocks) if block.is_layer]
-    first, behind = numbers[0], numbers[-1] + 1
-    sizes: list[int] = []
-    seen: set[nn.Parameter] = set()  # tied parameters count where they appear first
+def _devices_by_count(
+    blocks: list[Block], layers: set[nn.Module], counts: Sequence[int]
+) -> list[torch.device]:
+    """Return the device of each block; what is before the layers is on GPU 0, after them last."""
+    gpus = (gpu for gpu, count in enumerate(counts) for _ in range(count))
+    gpu = 0
+    devices = []
     for block in blocks:
-        own = [parameter for parameter in block.parameters if parameter not in seen]
-        seen.update(own)
-        sizes.append(_bytes(own, is_packed and block.is_layer))
-    before, *of_layers, last = places_by_rule(
-        rule,
-        before=sum(sizes[:first]),
-        layers=sizes[first:behind],
-        behind=sum(sizes[behind:]),
-        gpus=len(process.devices),
-        most_layers=most_layers,
-    )
-    return [before] * first + of_layers + [last] * (len(blocks) - behind)
-
-
-def _bytes(parameters: list[nn.Parameter], is_packed: bool) -> int:
-    """Return the bytes of parameters, whose matrices may be packed in 4 bits."""
-    total = 0.0
-    for parameter in parameters:
-        is_matrix = is_packed and parameter.dim() > 1
-        total += parameter.numel() * (NF4_BYTES if is_matrix else parameter.element_size())
-    return int(total)
+        gpu = next(gpus) if block.module in layers else gpu
+        devices.append(torch.device("cuda", gpu))
+    return devices
 
 
 def _devices_by_name(
@@ -191,18 +169,11 @@ def _shared_together(blocks: list[Block], devices: list[torch.device]) -> Device
     Blocks without weights, e.g. rotary positions, are on the model's first device.
     """
     found: DeviceMap = {}
-    first: dict[nn.Parameter, Block] = {}
+    first: dict[nn.Parameter, torch.device] = {}
     for block, device in zip(blocks, devices, strict=True):
-        sharing = [first[parameter] for parameter in block.parameters if parameter in first]
-        if sharing and found[sharing[0].name] != device:
-            device = found[sharing[0].name]
-            logger.info(
-                "device map: %s shares its weights with %s and is on %s too",
-                block.name,
-                sharing[0].name,
-                device,
-            )
-        first |= {parameter: block for parameter in block.parameters if parameter not in first}
-        found[block.name] = device
-    start = next(found[block.name] for block in blocks if block.parameters)
-    return found | {block.name: start for block in blocks if not block.parameters}
+        for parameter in block.parameters:
+            device = first.setdefault(parameter, device)
+        if block.parameters:
+            found[block.name] = device
+    start = next(iter(found.values()))
+    return {block.name: found.get(block.name, start) for block in blocks}

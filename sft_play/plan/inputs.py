@@ -10,7 +10,6 @@ from typing import Any, Self
 
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
-from sft_play.config.sections.model import MapRule
 from sft_play.errors import ConfigError
 from sft_play.plan import activations, batch, memory, placement, speed
 from sft_play.plan.batch import BatchRequest
@@ -310,23 +309,8 @@ def _placed(inputs: PlanInputs, step: StepSpec) -> StepSpec:
         return replace(step, layers_by_gpu=placement.counts(placement.map_layers(rule, layers)))
     fewest = -(-layers // gpus)
     for most_layers in range(layers, fewest, -1) if rule == "sequential" else ():
-        placed = _placed_by_rule(step, rule, gpus, most_layers)
+        counts = placement.count_layers(rule, layers, gpus, most_layers)
+        placed = replace(step, layers_by_gpu=counts)
         if draft_of(inputs, placed).fits:
             return placed
-    return _placed_by_rule(step, rule, gpus, fewest)
-
-
-def _placed_by_rule(step: StepSpec, rule: MapRule, gpus: int, most_layers: int) -> StepSpec:
-    model = step.model
-    matrix = step.weight_bytes * model.vocab * model.hidden
-    others = matrix if model.is_tied else 2 * matrix
-    layer = max(1, memory.base_weight_bytes(step, step.weight_bytes) - others) // model.layers
-    places = placement.places_by_rule(
-        rule,
-        before=matrix,
-        layers=[layer] * model.layers,
-        behind=0 if model.is_tied else matrix,
-        gpus=gpus,
-        most_layers=most_layers,
-    )
-    return replace(step, layers_by_gpu=placement.counts(places[1:-1]))
+    return replace(step, layers_by_gpu=placement.count_layers(rule, layers, gpus, fewest))

@@ -19,53 +19,20 @@ CONTAINERS = frozenset(
 ) | {"h", "blocks", "block"}
 
 
-def spread(sizes: Sequence[int], gpus: int) -> list[int]:
-    """Return the GPU of each block, so that the fullest GPU stores as few bytes as possible.
+def count_layers(rule: MapRule, layers: int, gpus: int, most_layers: int = 0) -> tuple[int, ...]:
+    """Return the number of layers on each GPU, in the order of computation.
 
-    >>> spread([4, 2, 2, 2, 2], 2)
-    [0, 0, 1, 1, 1]
+    Layers are divided evenly, because their activations need more memory than the embedding and the
+    head. sequential fills GPUs one after the other with `most_layers`; 0 if no step is planned.
+
+    >>> count_layers("balanced_low_0", 32, 4)
+    (0, 11, 11, 10)
     """
-    low = max(sizes, default=0)
-    high = sum(sizes)
-    while low < high:
-        middle = (low + high) // 2
-        if max(_filled(sizes, middle), default=0) < gpus:
-            high = middle
-        else:
-            low = middle + 1
-    return _filled(sizes, low)
-
-
-def _filled(sizes: Sequence[int], limit: int) -> list[int]:
-    """Return the GPU of each block if every GPU is filled up to a limit before the next one."""
-    places: list[int] = []
-    gpu = 0
-    held = 0
-    for size in sizes:
-        if held + size > limit and held > 0:
-            gpu += 1
-            held = 0
-        held += size
-        places.append(gpu)
-    return places
-
-
-def places_by_rule(
-    rule: MapRule, before: int, layers: Sequence[int], behind: int, gpus: int, most_layers: int
-) -> list[int]:
-    """Return the GPU of what comes before the layers, of each layer, and of what comes after them.
-
-    `before`, `layers` and `behind` are bytes of weights. `most_layers` is how many layers of a
-    training step fit on one GPU, which sequential fills; 0 if no step is planned.
-    """
-    if gpus == 1:
-        return [0] * (len(layers) + 2)
     if rule == "sequential" and most_layers:
-        places = [min(number // most_layers, gpus - 1) for number in range(len(layers))]
-        return [0, *places, max(places)]
-    if rule == "balanced_low_0":
-        return [0, *(place + 1 for place in spread([*layers, behind], gpus - 1))]
-    return spread([before, *layers, behind], gpus)
+        return tuple(min(most_layers, layers - begin) for begin in range(0, layers, most_layers))
+    empty = int(rule == "balanced_low_0")
+    share, rest = divmod(layers, gpus - empty)
+    return (0,) * empty + tuple(share + (gpu < rest) for gpu in range(gpus - empty))
 
 
 def map_layers(devices: Mapping[str, int | str], layers: int) -> list[int]:

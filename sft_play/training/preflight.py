@@ -1,8 +1,7 @@
 """Before weights load, check that all ranks agree, reach each other, and have enough memory.
 
 Every rank gathers the same facts and gets the same result, so all of them end together, with
-the name of the faulty machine and rank. The first all-reduces must be correct and fast enough, and
-they measure the speed of the links.
+the name of the faulty machine and rank. The first all-reduce must be correct.
 """
 
 import logging
@@ -18,6 +17,7 @@ from threading import Timer
 from typing import Any
 
 import torch
+from torch import distributed
 
 from sft_play.errors import (
     MORE_SHARED_MEMORY,
@@ -35,7 +35,6 @@ from sft_play.runs import stamp
 from sft_play.training.arguments import settings_of
 from sft_play.training.context import RunContext
 from sft_play.training.deepspeed_start import prepare_deepspeed
-from sft_play.training.links import Collectives, measure_collectives, measure_host_link
 from sft_play.training.recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
@@ -99,7 +98,6 @@ def preflight(
     the same on every rank.
     """
     process = context.process
-    collectives = None
     own = {**must_agree(context, run_stamp, checkpoint), "training rows": samples}
     with limited(process, recorder.abandon, is_joining=False):
         ranks = gather_facts(context)
@@ -107,16 +105,12 @@ def preflight(
             with recorder.check("all ranks have the same versions, settings and rows"):
                 refuse_differences(ranks, process.gather(own))
             with recorder.check("sums over the ranks are right"):
-                collectives = measure_collectives(process)
+                check_sum(process)
     refuse_little_memory(ranks, context)
     refuse_little_shared_memory(context)
     refuse_little_disk(ranks, run_bytes(context.plan.step, context.config.train, samples))
-    if process.is_main and collectives is not None:
-        logger.info("%s", "\n".join(machine_lines(ranks, collectives)))
-    if context.plan.step.offloaded_weight_layers and process.is_gpu:
-        link = measure_host_link(process)
-        if process.is_main:
-            logger.info("%s", link)
+    if process.is_main and process.world_size > 1:
+        logger.info("%s", "\n".join(machine_lines(ranks)))
     if context.plan.deepspeed is not None:
         prepare_deepspeed(context.plan, process)
 
@@ -205,6 +199,23 @@ def refuse_little_shared_memory(context: RunContext) -> None:
         )
 
 
+def check_sum(process: Process) -> None:
+    """Raise EnvironmentFault unless a sum over all ranks is right in every element."""
+    positions = torch.arange(4096, dtype=torch.float32, device=process.device)
+    summed = positions + process.rank
+    distributed.all_reduce(summed)
+    ranks = process.world_size
+    # all are integers below 2^24, so float32 is exact
+    right = positions * ranks + ranks * (ranks - 1) // 2
+    wrong = process.gather(int((summed != right).sum()))
+    for rank, count in enumerate(wrong):
+        if count:
+            raise EnvironmentFault(
+                f"rank {rank}: {count} of {len(right)} elements of a sum over {ranks} ranks are "
+                "wrong; try NCCL_P2P_DISABLE=1, and make doctor"
+            )
+
+
 def refuse_little_disk(ranks: Sequence[RankFacts], needed: int) -> None:
     """Raise EnvironmentFault if the disk of a run folder that is written has too little space.
 
@@ -219,8 +230,8 @@ def refuse_little_disk(ranks: Sequence[RankFacts], needed: int) -> None:
         )
 
 
-def machine_lines(ranks: Sequence[RankFacts], collectives: Collectives) -> list[str]:
-    """Return a line for each machine, and one for the links between the ranks."""
+def machine_lines(ranks: Sequence[RankFacts]) -> list[str]:
+    """Return a line for each machine."""
     lines = []
     for node in sorted({facts.node for facts in ranks}):
         own = [facts for facts in ranks if facts.node == node]
@@ -232,7 +243,7 @@ def machine_lines(ranks: Sequence[RankFacts], collectives: Collectives) -> list[
         if node:
             words.append("shared" if own[0].has_main_folder else "of its own")
         lines.append(" ".join(words))
-    return [*lines, str(collectives)]
+    return lines
 
 
 def _own_facts(context: RunContext, mark: Path) -> RankFacts:

@@ -36,9 +36,9 @@ def from_elsewhere(bench: Bench) -> Outcome:
     """`make -f` names the Makefile from another folder."""
     path = ROOT / "Makefile"
     if bench.guard is not None:
-        before, _, rest = path.read_text().partition("ifneq ($(realpath $(dir")
+        text = path.read_text().replace("help: .guard ", "help: ")
         path = bench.folder / "Makefile"
-        path.write_text(before + rest.partition("endif\n")[2])
+        path.write_text(text)
     command = ["make", "-f", str(path), "help"]
     done = subprocess.run(command, cwd=bench.folder.parent, capture_output=True, text=True)
     return Outcome(0, done.stderr)

@@ -11,12 +11,15 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from notebook_converter.document import NotebookError
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.errors import ExitClass, SftPlayError
 from tools.docs.tables import table
 
-PACKAGE = PROJECT_ROOT / "sft_play"
-CLASSES = {kind.__name__: kind.exit_class for kind in SftPlayError.__subclasses__()}
+PACKAGES = ("notebook_converter", "sft_play")
+CLASSES = {kind.__name__: kind.exit_class for kind in SftPlayError.__subclasses__()} | {
+    NotebookError.__name__: ExitClass.CONFIG  # the commands raise it as a ConfigError
+}
 HEADINGS = {
     ExitClass.CONFIG: "A setting is wrong",
     ExitClass.DATA: "The data is wrong",
@@ -39,7 +42,8 @@ class Message(NamedTuple):
 def messages() -> dict[ExitClass, list[Message]]:
     """Return the messages of each exit class, sorted."""
     found: dict[ExitClass, set[Message]] = {kind: set() for kind in HEADINGS}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    paths = [path for name in PACKAGES for path in (PROJECT_ROOT / name).rglob("*.py")]
+    for path in sorted(paths):
         source = path.relative_to(PROJECT_ROOT).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for name, argument in _raised(tree):

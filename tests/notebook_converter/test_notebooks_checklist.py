@@ -5,17 +5,16 @@ from pathlib import Path
 import pytest
 from notebook_files import FOLDER, cell, converted, write_notebook
 
+from notebook_converter import checklist
+from notebook_converter.checklist import Point
 from sft_play.commands.call import read_call
-from sft_play.commands.notebook import check_notebook
-from sft_play.notebooks import checklist
-from sft_play.notebooks import document as documents
-from sft_play.notebooks.checklist import Point
+from sft_play.commands.notebook import check_notebook, read_notebook
 
 SFT = ("alpaca", "conversational", "inferred_markers", "pretraining", "tiny")
 
 
 def points(path: Path, *others: Path) -> list[Point]:
-    return checklist.check(documents.read(path), map(documents.read, others))
+    return checklist.check(read_notebook(path), map(read_notebook, others))
 
 
 def met(path: Path) -> list[bool]:

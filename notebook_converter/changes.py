@@ -5,8 +5,8 @@ from collections import defaultdict
 from functools import partialmethod
 from typing import NamedTuple
 
-from sft_play.notebooks.code import Code
-from sft_play.notebooks.recognize import Found
+from notebook_converter.code import Code
+from notebook_converter.recognize import Found
 
 SORTS = ("changed", "kept", "look")  # in the order of the report
 

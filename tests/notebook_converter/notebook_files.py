@@ -7,8 +7,8 @@ from typing import Any
 
 from conftest import ROOT
 
-from sft_play.notebooks import document as documents
-from sft_play.notebooks.convert import Conversion, convert
+from notebook_converter.convert import Conversion, convert
+from sft_play.commands.notebook import read_notebook
 
 FOLDER = ROOT / "tests" / "notebooks"
 GOLDEN = sorted(FOLDER.glob("*.ipynb"))
@@ -39,7 +39,7 @@ def sources(text: str) -> list[str]:
 
 def converted(path: Path) -> Conversion:
     """Return the conversion of a notebook in a file."""
-    return convert(documents.read(path))
+    return convert(read_notebook(path))
 
 
 def converted_cell(tmp_path: Path, *cells: str) -> list[str]:

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from notebook_files import GOLDEN, write_notebook
 
-from sft_play.errors import ConfigError
-from sft_play.notebooks import document as documents
-from sft_play.notebooks.script import export
+from notebook_converter.document import NotebookError
+from notebook_converter.script import export
+from sft_play.commands.notebook import read_notebook
 
 LOAD = "m, t = FastModel.from_pretrained('x')"
 TRAIN = "trainer = SFTTrainer(m, args=SFTConfig(max_steps=1))\nstats = trainer.train()"
@@ -16,7 +16,7 @@ ALONE = "# %% all processes have trained: the first continues alone"
 
 def script(path: Path) -> tuple[str, str]:
     """Return the script of a notebook, which compiles, and the report."""
-    text, report = export(documents.read(path), Path("train.py"))
+    text, report = export(read_notebook(path), Path("train.py"))
     compile(text, "train.py", "exec")
     return text, "\n".join(report)
 
@@ -28,12 +28,12 @@ def script_of(tmp_path: Path, *cells: str) -> tuple[str, str]:
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_every_notebook_that_trains_becomes_a_script_that_compiles(path):
     if path.stem in ("inference", "plain"):
-        with pytest.raises(ConfigError, match="nothing to train data-parallel"):
+        with pytest.raises(NotebookError, match="nothing to train data-parallel"):
             script(path)
         return
     text, _ = script(path)
     assert text.count(ALONE) == 1
-    for cell in documents.read(path).cells:
+    for cell in read_notebook(path).cells:
         assert f"cell {cell.number}\n" in text
 
 

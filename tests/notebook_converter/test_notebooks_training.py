@@ -18,9 +18,9 @@ from conftest import ROOT
 from notebook_files import FOLDER, converted
 from rank_processes import run_two
 
-from sft_play.notebooks import code as codes
-from sft_play.notebooks import document as documents
-from sft_play.notebooks.script import export
+from notebook_converter import code as codes
+from notebook_converter.script import export
+from sft_play.commands.notebook import read_notebook
 
 TINY = FOLDER / "tiny.ipynb"
 STAND_INS = ROOT / "tests" / "stand_ins"
@@ -85,7 +85,7 @@ def run_script(folder: Path) -> int:
 
 
 def write_script(folder: Path) -> Path:
-    text, _ = export(documents.read(TINY), folder / "train.py")
+    text, _ = export(read_notebook(TINY), folder / "train.py")
     (folder / "train.py").write_text(text, encoding="utf-8")
     return folder / "train.py"
 

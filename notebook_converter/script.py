@@ -8,13 +8,12 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from sft_play.errors import ConfigError
-from sft_play.notebooks.changes import Changes
-from sft_play.notebooks.code import LINE, Code, nodes_outside_strings, path_to
-from sft_play.notebooks.convert import add_argument, convert_cells
-from sft_play.notebooks.document import Cell, Document
-from sft_play.notebooks.recognize import Notebook
-from sft_play.notebooks.values import Values
+from notebook_converter.changes import Changes
+from notebook_converter.code import LINE, Code, nodes_outside_strings, path_to
+from notebook_converter.convert import add_argument, convert_cells
+from notebook_converter.document import Cell, Document, NotebookError
+from notebook_converter.recognize import Notebook
+from notebook_converter.values import Values
 
 HEADER = '''\
 """{name} as a script: one process a GPU, each with the whole model and rows of its own.
@@ -78,11 +77,11 @@ IN_NOTEBOOKS = ["get_ipython", "input"]
 def export(document: Document, script: Path) -> tuple[str, list[str]]:
     """Return the text of a script that trains as the notebook does, and the report.
 
-    Raises: ConfigError for a notebook that trains nothing.
+    Raises: NotebookError for a notebook that trains nothing.
     """
     notebook = Notebook(document)
     if not notebook.train_calls:
-        raise ConfigError(
+        raise NotebookError(
             f"NB={document.path}: no call of trainer.train() was found ({notebook.kind.value}), so "
             "there is nothing to train data-parallel; OUT=converted.ipynb converts the notebook"
         )

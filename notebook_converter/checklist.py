@@ -5,10 +5,10 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sft_play.notebooks.convert import is_model, moves_to_cuda
-from sft_play.notebooks.document import Document
-from sft_play.notebooks.memory import covers_all_gpus, measures
-from sft_play.notebooks.recognize import Notebook
+from notebook_converter.convert import is_model, moves_to_cuda
+from notebook_converter.document import Document
+from notebook_converter.memory import covers_all_gpus, measures
+from notebook_converter.recognize import Notebook
 
 DETECTED = re.compile(r"Detected (\d+) GPU")
 SPLITS = ("balanced", "balanced_low_0", "auto", "sequential")

@@ -11,8 +11,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from sft_play.notebooks.code import Code, nodes_outside_strings, parse
-from sft_play.notebooks.document import Document
+from notebook_converter.code import Code, nodes_outside_strings, parse
+from notebook_converter.document import Document
 
 FAST_MODEL = re.compile(r"Fast\w*Model")
 # Classes that tell what is trained

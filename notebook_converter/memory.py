@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sft_play.notebooks.changes import Changes
-from sft_play.notebooks.code import Code
-from sft_play.notebooks.recognize import Notebook, variable
+from notebook_converter.changes import Changes
+from notebook_converter.code import Code
+from notebook_converter.recognize import Notebook, variable
 
 MEASURES = frozenset(
     """

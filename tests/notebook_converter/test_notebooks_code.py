@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from sft_play.notebooks import code as codes
+from notebook_converter import code as codes
 
 CELLS = (
     "%timeit -n 10 f()",

@@ -5,11 +5,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.notebooks.changes import Changes
-from sft_play.notebooks.code import Code, path_to
-from sft_play.notebooks.document import Document
-from sft_play.notebooks.memory import convert_statistics
-from sft_play.notebooks.recognize import Found, Kind, Notebook, variable
+from notebook_converter.changes import Changes
+from notebook_converter.code import Code, path_to
+from notebook_converter.document import Document
+from notebook_converter.memory import convert_statistics
+from notebook_converter.recognize import Found, Kind, Notebook, variable
 
 # What a person must know of each kind but text
 ABOUT_KIND = {

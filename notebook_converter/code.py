@@ -12,7 +12,7 @@ import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sft_play.notebooks.document import LINE
+from notebook_converter.document import LINE
 
 # Cell magics whose body is Python that runs in the notebook
 PYTHON_CELL_MAGICS = "capture time timeit prun memit mprun".split()

@@ -1,4 +1,4 @@
-"""A notebook file: read, checked, and written with nothing changed but the sources of some cells.
+"""A notebook: parsed, checked, and written with nothing changed but the sources of some cells.
 
 Knows no Python code. The JSON keeps its layout: indent, separators, line ends, escapes.
 """
@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play import reading
-from sft_play.errors import ConfigError
-from sft_play.runs.files import Json
-
+Json = dict[str, Any]  # a JSON object
 KNOWN_CELLS = ("code", "markdown", "raw")
 # What format 4 asks for, of the file, of a cell, and of a code cell
 FILE_MEMBERS = {"metadata": {}, "nbformat": 4, "nbformat_minor": 4}
@@ -23,8 +20,11 @@ BYTE_ORDER_MARK = "\ufeff"
 # The first newline and indent, and what separates a name from its value
 LAYOUT = re.compile(r'\{(?:(\r?\n)([ \t]*))?\s*"[^"]*"(\s*:\s*)')
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+\Z")
-MAX_NOTEBOOK_BYTES = 32 << 20
 SHOWN = 60  # characters of a wrong value in a message
+
+
+class NotebookError(ValueError):
+    """A file is not a notebook that can be converted; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,17 @@ class Document:
         return _as_json({**self.content, "cells": cells}, self.text)
 
 
-def read(path: Path) -> Document:
-    """Return a notebook.
+def parse(path: Path, data: bytes) -> Document:
+    """Return the notebook in the bytes of a file.
 
-    Raises: ConfigError for what is no notebook of format 4, with the place and what to do.
+    Raises: NotebookError for what is no notebook of format 4, with the place and what to do.
     """
-    text = _read_text(path)
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise NotebookError(
+            f"NB={path}: byte {error.start} is not UTF-8; open and save the notebook in Jupyter"
+        ) from None
     content = _parse_json(path, text)
     _refuse_other_formats(path, content)
     problems = _add_missing("file", content, FILE_MEMBERS)
@@ -84,52 +89,39 @@ def read(path: Path) -> Document:
     return Document(path, text, content, tuple(cells), tuple(problems))
 
 
-def _read_text(path: Path) -> str:
-    if path.is_dir():
-        raise ConfigError(f"NB={path} is a folder; name a notebook in it")
-    try:
-        return reading.read_bytes(path, MAX_NOTEBOOK_BYTES).decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"NB={path}: {error.strerror}; name a notebook") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"NB={path}: byte {error.start} is not UTF-8; open and save the notebook in Jupyter"
-        ) from None
-
-
 def _parse_json(path: Path, text: str) -> Json:
-    """Return the file's object. Raises: ConfigError for other JSON and for none."""
+    """Return the file's object. Raises: NotebookError for other JSON and for none."""
     if not text.strip(f"{BYTE_ORDER_MARK} \t\r\n"):
-        raise ConfigError(f"NB={path} is empty; name a notebook with cells")
+        raise NotebookError(f"NB={path} is empty; name a notebook with cells")
     try:
         notebook = json.loads(text.removeprefix(BYTE_ORDER_MARK), strict=False)
     except json.JSONDecodeError as error:
         found = error.doc[error.pos : error.pos + 20] or "the end of the file"
-        raise ConfigError(
+        raise NotebookError(
             f"NB={path}:{error.lineno}:{error.colno}: not JSON: {error.msg} at {found!r}; a "
             "notebook is a JSON file: download it again, or export it from Jupyter or Colab"
         ) from None
     except RecursionError:
-        raise ConfigError(f"NB={path}: JSON nested too deep for a notebook") from None
+        raise NotebookError(f"NB={path}: JSON nested too deep for a notebook") from None
     if not isinstance(notebook, dict):
-        raise ConfigError(f"NB={path}: a notebook is a JSON object, not {_shown(notebook)}")
+        raise NotebookError(f"NB={path}: a notebook is a JSON object, not {_shown(notebook)}")
     return notebook
 
 
 def _refuse_other_formats(path: Path, notebook: Mapping[str, Any]) -> None:
-    """Refuse what is not a notebook of format 4. Raises: ConfigError."""
+    """Refuse what is not a notebook of format 4. Raises: NotebookError."""
     version = notebook.get("nbformat")
     if "worksheets" in notebook or (isinstance(version, int) and version < 4):
-        raise ConfigError(
+        raise NotebookError(
             f"NB={path}: nbformat {version}, of before 2015; convert it first with: jupyter "
             f"nbconvert --to notebook --nbformat 4 {path}"
         )
     if version not in (4, None) or isinstance(version, bool):
-        raise ConfigError(f"NB={path}: nbformat {_shown(version)}; this reads format 4")
+        raise NotebookError(f"NB={path}: nbformat {_shown(version)}; this reads format 4")
     if "cells" not in notebook:
-        raise ConfigError(f"NB={path}: it has no cells, so it is no notebook; name another file")
+        raise NotebookError(f"NB={path}: it has no cells, so it is no notebook; name another file")
     if not isinstance(notebook["cells"], list):
-        raise ConfigError(
+        raise NotebookError(
             f"NB={path}: cells is {_shown(notebook['cells'])}, not a list; open and save the "
             "notebook in Jupyter"
         )
@@ -146,18 +138,18 @@ def _add_missing(place: str, found: Json, members: Mapping[str, Any]) -> list[st
 
 
 def _read_cell(place: str, number: int, cell: Any) -> Cell:
-    """Return one cell. Raises: ConfigError if it is none."""
+    """Return one cell. Raises: NotebookError if it is none."""
     if not isinstance(cell, dict):
-        raise ConfigError(f"{place} is {_shown(cell)}, not an object; delete it")
+        raise NotebookError(f"{place} is {_shown(cell)}, not an object; delete it")
     source, kind, outputs = cell["source"], cell.get("cell_type"), cell.get("outputs", [])
     if isinstance(source, list) and all(isinstance(line, str) for line in source):
         source = "".join(source)
     if not isinstance(source, str):
-        raise ConfigError(f"{place}: source is {_shown(source)}, not a text or a list of lines")
+        raise NotebookError(f"{place}: source is {_shown(source)}, not a text or a list of lines")
     if not isinstance(kind, str):
-        raise ConfigError(f"{place}: cell_type is {_shown(kind)}; write code, markdown or raw")
+        raise NotebookError(f"{place}: cell_type is {_shown(kind)}; write code, markdown or raw")
     if not isinstance(outputs, list):
-        raise ConfigError(f"{place}: outputs is {_shown(outputs)}, not a list; write []")
+        raise NotebookError(f"{place}: outputs is {_shown(outputs)}, not a list; write []")
     return Cell(number, kind, source, tuple(outputs))
 
 

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 from notebook_files import GOLDEN, as_notebook, cell, converted, sources, write_notebook
 
+from notebook_converter import code as codes
 from sft_play.commands.call import read_call
-from sft_play.commands.notebook import convert_notebook
+from sft_play.commands.notebook import convert_notebook, read_notebook
 from sft_play.errors import ConfigError
-from sft_play.notebooks import code as codes
-from sft_play.notebooks import document as documents
 
 LOAD = "m, t = FastModel.from_pretrained(\n\t'x',\n)\nx = t('a').to('cuda')\n"
 
 
 def refusal(path: Path) -> str:
     with pytest.raises(ConfigError) as error:
-        documents.read(path)
+        read_notebook(path)
     return str(error.value)
 
 

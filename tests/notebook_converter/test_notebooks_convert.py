@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from notebook_files import FOLDER, GOLDEN, converted, converted_cell, sources, write_notebook
 
-from sft_play.notebooks import code as codes
-from sft_play.notebooks import document as documents
-from sft_play.notebooks.recognize import Kind, Notebook
+from notebook_converter import code as codes
+from notebook_converter.recognize import Kind, Notebook
+from sft_play.commands.notebook import read_notebook
 
 LOAD = "model, tokenizer = FastLanguageModel.from_pretrained(\n    'x',\n)\n"
 
@@ -76,7 +76,7 @@ KINDS = {
 def test_the_kind_of_each_notebook_is_told(kind):
     for name in KINDS[kind].split():
         path = FOLDER / f"{name}.ipynb"
-        assert Notebook(documents.read(path)).kind is kind
+        assert Notebook(read_notebook(path)).kind is kind
         assert kind is Kind.TEXT or "look     " in report(path)
 
 

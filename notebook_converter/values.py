@@ -5,8 +5,8 @@ import operator
 from collections import defaultdict
 from typing import Any, NamedTuple
 
-from sft_play.notebooks.code import Code
-from sft_play.notebooks.recognize import Found, Notebook, variable
+from notebook_converter.code import Code
+from notebook_converter.recognize import Found, Notebook, variable
 
 OPERATORS = {
     ast.Add: operator.add,
