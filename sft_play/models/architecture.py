@@ -9,7 +9,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from peft import PeftModel
@@ -27,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models.linear_attention import bind_by_device
+from sft_play.models.stored_weights import replaced
 
 ENCODERS = "encoder_names"  # attribute of a model: found only once
 TOKENS = 8
@@ -81,7 +81,7 @@ def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
     """Return a model of the same class and config on the meta device, never sharded by ZeRO-3."""
     config = copy.deepcopy(model.config)
     config._attn_implementation = "eager"  # accepts any mask
-    with patch.object(deepspeed, "_hf_deepspeed_config_weak_ref", None), torch.device("meta"):
+    with replaced(deepspeed, _hf_deepspeed_config_weak_ref=None), torch.device("meta"):
         twin = type(model)(config)
     bind_by_device(twin)  # packaged kernels write anywhere on the GPU if tensors have no data
     return twin

@@ -14,7 +14,6 @@ import copy
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from bitsandbytes.functional import dequantize_4bit
@@ -45,6 +44,7 @@ from sft_play.models.experts import (
 from sft_play.models.mxfp4 import Mxfp4State
 from sft_play.models.parameters import dtype_name, log_packed
 from sft_play.models.sharding import has_rows_alone, run_within, store_as
+from sft_play.models.stored_weights import replaced
 
 
 def storage_type(compute_dtype: torch.dtype, zero_stage: int, is_fsdp: bool = False) -> torch.dtype:
@@ -239,7 +239,7 @@ class Mxfp4Keeper(ExpertQuantizer):
 def packing_experts(are_mxfp4: bool) -> contextlib.AbstractContextManager[Any]:
     """Let `from_pretrained` pack experts in this context; MXFP4 experts stay in MXFP4."""
     quantizer = Mxfp4Keeper if are_mxfp4 else ExpertQuantizer
-    return patch.dict(AUTO_QUANTIZER_MAPPING, {BNB: quantizer})
+    return replaced(AUTO_QUANTIZER_MAPPING, **{BNB: quantizer})
 
 
 def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:

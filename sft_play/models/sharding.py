@@ -20,7 +20,6 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from bitsandbytes.nn import Params4bit
@@ -40,7 +39,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import encoders_of, replace_tensors
-from sft_play.models.stored_weights import changing_model, changing_weights
+from sft_play.models.stored_weights import changing_model, changing_weights, replaced
 from sft_play.process import Process
 
 MIN_BYTES = 1024  # the smallest weight worth the constants of each tensor
@@ -65,8 +64,8 @@ def dividing_while_loading(
     creating_shards = contextlib.nullcontext()
     if offloads:
         # this function of transformers creates a rank's shard, on the ranks' kind of device
-        creating_shards = patch.object(
-            core_model_loading, "_dtensor_from_local_like", _part_in_host_memory
+        creating_shards = replaced(
+            core_model_loading, _dtensor_from_local_like=_part_in_host_memory
         )
     # after transformers itself shards a model, by lists of names that few models have
     with changing_model(divide), creating_shards:

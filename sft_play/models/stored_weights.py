@@ -12,11 +12,11 @@ Legend: R rows, C columns of a weight.
 """
 
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -197,7 +197,7 @@ def reading_as_plain(block: Block, device: torch.device | None = None) -> Iterat
         return quantizer(config, *args, **kwargs)
 
     with (
-        patch.object(modeling_utils, "get_hf_quantizer", quantizer_of_plain),
+        replaced(modeling_utils, get_hf_quantizer=quantizer_of_plain),
         reading_changed(lambda tensors, on=None: as_plain(tensors, block, on), device),
     ):
         yield
@@ -220,7 +220,7 @@ def reading_changed(change: Callable[..., Mapping[str, Any]], *args: Any) -> Ite
         changed = {name: part[...] for name, part in change(state_dict).items()}
         return divide(model, changed, *others)
 
-    with patch.multiple(
+    with replaced(
         modeling_utils,
         convert_and_load_state_dict_in_model=load_changed,
         _load_state_dict_into_zero3_model=divide_changed,
@@ -263,7 +263,7 @@ def changing_model(
         change(model)
         return read_weights(model, *args)
 
-    return patch.object(PreTrainedModel, "_load_pretrained_model", staticmethod(change_and_read))
+    return replaced(PreTrainedModel, _load_pretrained_model=staticmethod(change_and_read))
 
 
 @contextlib.contextmanager
@@ -292,8 +292,8 @@ def changing_weights(
             change(weight, name)
 
     with (
-        patch.object(core_model_loading, "set_param_for_module", set_and_change),
-        patch.object(modeling_utils, "caching_allocator_warmup", lambda *_: None),
+        replaced(core_model_loading, set_param_for_module=set_and_change),
+        replaced(modeling_utils, caching_allocator_warmup=lambda *_: None),
     ):
         yield
 
@@ -304,4 +304,25 @@ def one_tensor_at_a_time() -> contextlib.AbstractContextManager[Any]:
     Otherwise its threads read ahead of the code that fuses experts or moves weights to the host.
     The GPU could then store up to twice the model's bytes.
     """
-    return patch.dict(os.environ, {"HF_DEACTIVATE_ASYNC_LOAD": "1"})
+    return replaced(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1")
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Replace attributes of a module or a class, or entries of a mapping, inside this context."""
+    is_mapping = isinstance(owner, MutableMapping)
+    own = owner if is_mapping else vars(owner)
+    put = owner.__setitem__ if is_mapping else functools.partial(setattr, owner)
+    before = {name: own[name] for name in values if name in own}
+    try:
+        for name, value in values.items():
+            put(name, value)
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                put(name, before[name])
+            elif is_mapping:
+                del owner[name]
+            else:
+                delattr(owner, name)

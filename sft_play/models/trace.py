@@ -17,7 +17,6 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,7 @@ from sft_play.models.fast.attention.reference import AllocatedFlashAttention
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.setup import Gradients, to_compute_dtype
 from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
+from sft_play.models.stored_weights import replaced
 from sft_play.models.structure import UNBUILDABLE
 from sft_play.models.triton_kernels import tracing_gpu
 from sft_play.plan.fast import MIN_CAPABILITY
@@ -124,7 +124,7 @@ def fake_kernels(is_gpu: bool) -> Iterator[None]:
         stack.enter_context(tracing_gpu(is_gpu))
         for table in (VALUE_READERS, GPU_KERNELS if is_gpu else {}):
             for owner, fakes in table.items():
-                stack.enter_context(patch.multiple(owner, **fakes))
+                stack.enter_context(replaced(owner, **fakes))
         yield
 
 
