@@ -51,7 +51,7 @@ MUTANTS = {
     ),
     "the last two messages alone": (
         "{% set messages = messages[-2:] %}" + CHATML,
-        r"leaves out the system message once a question is answered",
+        r"leaves out or changes messages\[0\], of the role system",
     ),
     "a closing phrase": (
         CHATML.replace(STOPS, "' Bye.<|im_end|>\n'"),

@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from sft_play.data.limits import (
 from sft_play.data.rows import FORMS, shorten
 from sft_play.data.special_text import between_turns, encode
 from sft_play.data.template_sources import FindFile, find_template
+from sft_play.data.templates import BASE_STOPS
 from sft_play.errors import EnvironmentFault, first_line, of_os_error
 from sft_play.plan.base_model import POINTER
 from sft_play.progress import Stage, watched
@@ -121,6 +123,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
                 setattr(tokenizer, role, token)
     if tokenizer.eos_token_id is None:
         _take_eos(tokenizer, model.name, find)
+    setattr(tokenizer, BASE_STOPS, _base_stops(tokenizer, find))
     if tokenizer.pad_token_id is None:
         # padding is always masked, so any existing id is fine
         tokenizer.pad_token = tokenizer.eos_token
@@ -230,6 +233,16 @@ def _take_eos(tokenizer: PreTrainedTokenizerBase, name: str, find: FindFile) -> 
         f"model.name={name}: its tokenizer names no eos_token, so an answer could not end; "
         "add one to tokenizer_config.json"
     )
+
+
+def _base_stops(tokenizer: PreTrainedTokenizerBase, find: FindFile) -> tuple[str, ...]:
+    """Return the added tokens that end answers by the base's generation_config and config.
+
+    Other tokens are ids of another vocabulary, such as the default of a model class.
+    """
+    paths = [path for path in map(find, EOS_FILES[1:]) if path is not None]
+    found = chain.from_iterable(_eos_tokens(read_object(path), tokenizer) for path in paths)
+    return tuple(token for token in dict.fromkeys(found) if token in tokenizer.added_tokens_encoder)
 
 
 def _eos_tokens(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

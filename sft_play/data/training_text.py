@@ -27,6 +27,7 @@ from sft_play.data.template_checks import (
     describe_losses,
     json_characters,
     quote,
+    text_after_answer,
 )
 from sft_play.data.templates import (
     ChatTemplate,
@@ -112,6 +113,7 @@ class TrainingTextBuilder:
         self._eos = tokenizer.eos_token
         stop_tokens = tokenizer.convert_ids_to_tokens(sorted(stop_ids(tokenizer)))
         self._stop = match_any(stop_tokens)
+        self._next_stop = re.compile(rf"\s*(?:{self._stop.pattern})")
         added = tokenizer.added_tokens_decoder.values()
         any_special = match_any(token.content for token in added if token.special).pattern
         self._whitespace_or_special = re.compile(rf"(?:\s|{any_special})*")
@@ -271,7 +273,10 @@ class TrainingTextBuilder:
             self._check_places(messages[: index + 1], row.tools)
             self._checked.add(structure)
         if not found:
-            text += self._eos
+            # GLM ends an answer with the token that begins the next message
+            following = text_after_answer(self._template, bool(message.tool_calls))
+            begun = self._next_stop.match(following)
+            text += begun[0] if begun else self._eos
             end = len(text)
         images = tuple(chain.from_iterable(map(get_images, asked)))
         answer = Answer(index, start, stop, end, images)
@@ -303,7 +308,7 @@ class TrainingTextBuilder:
                 marked[index] = {**message, "content": words[index]}
         prompt, text = self._template.render_both(marked, tools)
         for index, word in words.items():
-            if word not in text:
+            if word not in (text if index == last else prompt):
                 raise RenderError(
                     f"the chat template leaves out or changes messages[{index}], "
                     f"of the role {messages[index]['role']}"
