@@ -45,8 +45,8 @@ def digest_tokenizer(tokenizer: Any, template: str) -> str:
     """Return the SHA-256 of a tokenizer's backend, special tokens, stops and chat template."""
     special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
     backend = tokenizer.backend_tokenizer.to_str()
-    stops = json.dumps(sorted(stop_ids(tokenizer)))  # also those that the base's files name
-    return _digest(backend, json.dumps(special, sort_keys=True), template, stops)
+    special["stops"] = str(sorted(stop_ids(tokenizer)))  # also those that the base's files name
+    return _digest(backend, json.dumps(special, sort_keys=True), template)
 
 
 def entry_key(files_digest: str, tokenizer_digest: str, policy: Json) -> str:

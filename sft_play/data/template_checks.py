@@ -134,13 +134,9 @@ def check_answer(
         )
     content = message.content.strip()
     if message.tool_calls:
-        _check_words_of_calls(text, message, where)
-        before = text[: max(0, text.find(content))]
-        if content.startswith(OPENED) and message.tool_calls[0]["function"]["name"] in before:
-            raise RenderError(
-                f"the chat template writes the calls of {where} before its reasoning; "
-                "DATA_REASONING=drop trains the answers without it"
-            )
+        # reasoning within the content comes before the calls
+        written = text.rpartition(content)[2] if content.startswith(OPENED) else text
+        _check_words_of_calls(written, message, where)
         if content in text:
             return
     elif text.rstrip().endswith(content):
@@ -249,16 +245,15 @@ def text_after_answer(template: ChatTemplate, has_calls: bool) -> str:
 
     A result follows calls, a question any other answer.
     """
-    answer = _probe(CallKind(1, (("str", True),), False, False)) if has_calls else ANSWER
-    following = TOOL_MESSAGES[0] if has_calls else QUESTION
+    call = _probe(CallKind(1, (("str", True),), False, False))
+    answered = (call, TOOL_MESSAGES[0]) if has_calls else (ANSWER, QUESTION)
+    messages = template_messages((QUESTION, *answered))
+    render = template.render_conversation
     try:
-        answered, continued = (
-            template.render_conversation(template_messages(messages), [TOOL])
-            for messages in ((QUESTION, answer), (QUESTION, answer, following))
-        )
+        text, continued = render(messages[:2], [TOOL]), render(messages, [TOOL])
     except RenderError:
         return ""
-    return continued[len(answered) :] if continued.startswith(answered) else ""
+    return continued[len(text) :] if continued.startswith(text) else ""
 
 
 @functools.lru_cache(MOST_KINDS)

@@ -49,9 +49,6 @@ CLOCK = datetime(2024, 7, 26)
 # A template's error message that requires ids of calls
 WANTS_IDS = re.compile(r"(?i)\bids?\b|tool_call_id")
 BASE_STOPS = "base_stops"  # attribute of a tokenizer: tokens that end answers, by its base's files
-PROBE = "Reasoning1Of1"  # words that no template contains
-PROBE_ANSWER = "Answer1Of1"
-QUESTION: Json = {"role": "user", "content": "Question1Of1"}
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # Qwen and GLM, gpt-oss, Solar
 # What transformers passes to every template, in addition to special tokens and Jinja's functions
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
@@ -231,7 +228,7 @@ def stop_ids(tokenizer: Any) -> set[int]:
     """Return the ids that end an answer, in training, generation and all that is saved.
 
     They are eos, the end-of-turn tokens that the tokenizer has, and the base's stops, which
-    `load_tokenizer` has set. A token that the template writes within an answer is none.
+    `load_tokenizer` has set.
     """
     names = [*TURN_ENDS, *getattr(tokenizer, BASE_STOPS, ())]
     # not by get_vocab, which copies the entire vocabulary
@@ -241,23 +238,9 @@ def stop_ids(tokenizer: Any) -> set[int]:
         for token, token_id in zip(names, ids, strict=True)
         if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token
     }
-    before, after = _texts_around_content(tokenizer)
-    if any(token in after for token in known):
-        for token in [token for token in known if token in before and token not in after]:
-            del known[token]  # gpt-oss ends the reasoning of an answer with <|end|>
+    if "<|return|>" in known:
+        known.pop("<|end|>", None)  # gpt-oss ends parts of an answer with it
     return {tokenizer.eos_token_id, *known.values()}
-
-
-def _texts_around_content(tokenizer: Any) -> tuple[str, str]:
-    """Return what the template writes before and after the content of an answer with reasoning."""
-    fields = dict.fromkeys(REASONING_FIELDS, PROBE)
-    answer: Json = {"role": "assistant", "content": PROBE_ANSWER, **fields}
-    try:
-        prompt, text = ChatTemplate(tokenizer).render_both([QUESTION, answer])
-    except RenderError:
-        return "", ""
-    before, _, after = text.removeprefix(prompt).partition(PROBE_ANSWER)
-    return before, after
 
 
 def list_strings(value: Any) -> list[str]:

@@ -18,20 +18,16 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from sft_play.data.rows import FORMS, Json, Message, Notes, Row
-from sft_play.data.templates import (
-    PROBE,
-    PROBE_ANSWER,
-    QUESTION,
-    REASONING_FIELDS,
-    ChatTemplate,
-    RenderError,
-)
+from sft_play.data.templates import REASONING_FIELDS, ChatTemplate, RenderError
 
 Reasoning = Literal["keep", "drop", "empty"]  # data.reasoning
 THOUGHT_END = "</think>"
 # The end of reasoning that started in its author's prompt, as in DeepSeek R1's
 ENDED_THOUGHT = re.compile(r"</think>[ \t]*\n[ \t]*\n+")
 CODE_FENCE = "```"
+PROBE = "Reasoning1Of1"  # words that no template contains
+PROBE_ANSWER = "Answer1Of1"
+QUESTION = {"role": "user", "content": "Question1Of1"}
 AS_CONTENT = (
     "reasoning is written into the answer, as <think>, as the chat template writes no field of it; "
     "DATA_REASONING=drop leaves it out"
@@ -120,26 +116,23 @@ class AskedAnswer:
         return template.render_both([*self.messages[: self.index], answer], self.row.tools)
 
 
-def _find_block(prompt: str) -> tuple[Block | None, bool]:
-    """Return the think block at the end of a prompt, and whether it is open."""
-    end = prompt.rstrip()
-    for block in BLOCKS:
-        if end.endswith((block.opened, block.closed)):
-            return block, end.endswith(block.opened)
-    return None, False
+def _find_block(prompt: str) -> Block | None:
+    """Return the think block at the end of a prompt, open or closed."""
+    ends = prompt.rstrip().endswith
+    return next((block for block in BLOCKS if ends((block.opened, block.closed))), None)
 
 
 def _strip_block(asked: AskedAnswer) -> str | None:
     """Return an answer without the think block at the end of its prompt; None if not found."""
-    block, _ = _find_block(asked.prompt)
-    if block is None:
-        found = asked.text.startswith(asked.prompt)
-        return asked.text[len(asked.prompt) :] if found else None
-    before = asked.prompt.rstrip().removesuffix(block.closed).rstrip()
-    before = before.removesuffix(block.opened).rstrip()
+    before, block = asked.prompt, _find_block(asked.prompt)
+    if block is not None:
+        before = before.rstrip().removesuffix(block.closed).rstrip()
+        before = before.removesuffix(block.opened).rstrip()
     if not asked.text.startswith(before):
         return None
     answer = asked.text[len(before) :]
+    if block is None:
+        return answer
     if block.closed in answer:
         return answer.partition(block.closed)[2].lstrip()
     return answer.lstrip().removeprefix(block.opened).lstrip()
@@ -240,32 +233,29 @@ class ThoughtPolicy:
         That is the prompt of use, then what the model is to write after it: in the think block that
         the prompt opens or has closed, else between the marks of the template. If the text does not
         begin with the prompt, because the template changes or omits what is before the answer, it
-        has the answer as the template writes it after a question. None if the template writes the
-        answer after its prompt, or in no text that begins with a prompt.
+        has the answer as the template writes it after a question. None if no text has the answer
+        after a prompt, or the template has no marks for its reasoning.
 
         Raises: RenderError for an answer without reasoning if none is to be put in its place, and
         for one with reasoning after a closed block.
         """
-        begins = asked.text.startswith(asked.prompt)
-        if begins and (not asked.reasoning or asked.reasoning in asked.text[len(asked.prompt) :]):
-            return None
-        block, is_open = _find_block(asked.prompt)
+        block = _find_block(asked.prompt)
+        is_open = block is not None and asked.prompt.rstrip().endswith(block.opened)
         if block is not None:
             self._refuse_other_reasoning(is_open, asked)
-        answer, source = _strip_block(asked), asked
-        opened = None  # a think block that only the prompt after a question has
-        if block is None or answer is None:
-            alone = self._answer_alone(asked)
-            opened, _ = _find_block(alone.prompt)
-            if answer is None:
-                answer, source = _strip_block(alone), alone
+        source = asked
+        answer = _strip_block(asked)
+        alone = asked if block and answer else self._answer_alone(asked)
+        if answer is None:
+            answer, source = _strip_block(alone), alone
         if answer is None:
             return None
         if is_open:
             answer = asked.reasoning + self._find_block_end(block, source) + answer
         if block is not None or not asked.reasoning or asked.reasoning in answer:
             return asked.prompt + answer, ()
-        block = self._form.block if self._form.kind == "marks" else opened
+        # DeepSeek opens a think block after a question, and none after a result
+        block = self._form.block if self._form.kind == "marks" else _find_block(alone.prompt)
         if block is None:
             return None
         rest = answer.lstrip().removeprefix(block.opened).lstrip()
