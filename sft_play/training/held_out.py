@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from sft_play import timeline
 from sft_play.evaluation import measured
 from sft_play.evaluation.evaluator import Evaluator
@@ -101,7 +99,7 @@ class HeldOutEvaluation:
             token_seconds = measured.loss_seconds(evaluator, model) / layout.replicas
             loss_seconds = token_seconds * int(evaluator.split.lengths.sum())
             steps = loop.state.max_steps - loop.state.global_step
-            tokens = steps * layout.rows_per_step * float(np.mean(loop.order.lengths))
+            tokens = steps * layout.rows_per_step * sum(loop.order.lengths) / loop.order.rows
             planned = TRAINING_PASSES * token_seconds * tokens
             if self.speed is not None:
                 planned = tokens / self.speed.tokens_per_second
