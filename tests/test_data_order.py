@@ -1,7 +1,9 @@
 """The order of an epoch: the same steps however they are cut up, and little padding."""
 
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
@@ -190,3 +192,25 @@ def test_the_loss_of_a_named_source_may_choose_the_best_checkpoint():
     for words in ([best], [sources, best.replace("math", "code")]):
         with pytest.raises(ConfigError, match=r"train\.metric_for_best_model"):
             loader.load("base", {}, words)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_all_samples_of_a_row_are_in_its_step(packed):
+    counts = np.array([1, 3, 1, 5, 2, 4, 1, 1, 6, 2] * 3)
+    row_ends, lengths = np.cumsum(counts), lengths_of(int(counts.sum()))
+    layout = layout_of(MAX_SEQ_LEN, 2, EFFECTIVE, world=2)
+    wanted = []
+    for rows in np.split(epoch_order(30, SEED, 0), range(8, 30, 8)):
+        wanted.append(
+            {i for row in rows for i in range(row_ends[row] - counts[row], row_ends[row])}
+        )
+    layout = replace(layout, most_samples=max(map(len, wanted)))
+    if packed:
+        layout = layout.packed(fullest_step(lengths, layout, SEED, 1, row_ends))
+    order = StepSampler(lengths, layout, SEED, row_ends)
+    batches = list(order)
+    assert len(order) == len(batches) == 4 * layout.micro_batches * 2
+    found: list[set[int]] = [set() for _ in wanted]
+    for number, batch in enumerate(batches):
+        found[number * 4 // len(batches)] |= {i for one in batch for i in one if i >= 0}
+    assert found == wanted

@@ -96,17 +96,6 @@ def test_a_template_without_reasoning_has_it_in_the_answer_or_without_it():
     assert dropped == plain
 
 
-def test_every_answer_of_a_conversation_has_its_own_block():
-    tok = tokenizer(R1, MARKS, "<|endoftext|>", None, LLAMA3_WORDS)
-    messages = (QUESTION, THOUGHT, Message("user", "What is blue?"), PLAIN)
-    (samples,) = Renderer(tok, "all", "empty").render([Row(messages, "rows.jsonl:1")])
-    assert [tok.decode([id_ for id_ in sample.labels if id_ >= 0]) for sample in samples] == [
-        "It is a rose.\n</think>\n\nA rose.<|im_end|>",
-        "\n</think>\n\nA rose.<|im_end|>",
-    ]
-    assert "It is a rose." not in tok.decode(samples[1].ids), "as the model reads it at use"
-
-
 # Answers that begin with line breaks, where the tokenizer has a token for two of them
 
 

@@ -49,10 +49,6 @@ MUTANTS = {
         "{% set messages = messages[1:] %}" + CHATML,
         r"leaves out or changes messages\[0\], of the role system",
     ),
-    "the last two messages alone": (
-        "{% set messages = messages[-2:] %}" + CHATML,
-        r"leaves out the system message once a question is answered",
-    ),
     "a closing phrase": (
         CHATML.replace(STOPS, "' Bye.<|im_end|>\n'"),
         r"writes 'Bye\.' after messages\[2\]",
@@ -94,11 +90,6 @@ MUTANTS = {
     "another prompt in the history": (
         "{% if not add_generation_prompt %}{{ 'Done. ' }}{% endif %}" + CHATML,
         r"otherwise once it is answered",
-    ),
-    "the system message in prompts alone": (
-        "{% set messages = messages if add_generation_prompt else messages[1:] %}" + CHATML,
-        r"leaves out the system message once a question is answered; "
-        r"write it into the first question",
     ),
     "chance": ("{{ range(100000) | random }}" + CHATML, r"otherwise once it is answered"),
     "a history without answers": (

@@ -50,6 +50,24 @@ EOS_OF = {
     "GigaChat": "<|message_sep|>",
     "Kimi-K3": "<|end_of_msg|>",
 }
+# eos_token_id of the models' generation_config.json as tokens, by the beginning of the template's
+# name: as the makers publish it, or as servers (vLLM, MLX, llama.cpp) quote it
+STOPS_OF = {
+    "GLM": ("<|endoftext|>", "<|user|>", "<|observation|>"),  # [154820, 154827, 154829]
+    "glm": ("<|endoftext|>", "<|user|>", "<|observation|>"),  # [151329, 151336, 151338]
+    "gptoss": ("<|return|>", "<|endoftext|>", "<|call|>"),  # [200002, 199999, 200012]
+    "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),  # [1, 106, 50]
+    "google-gemma-4": ("<eos>", "<turn|>", "<|tool_response>"),
+    "diffusion_gemma": ("<eos>", "<turn|>", "<|tool_response>"),
+    "gemma": ("<eos>", "<end_of_turn>"),  # [1, 106]
+    "llama3": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),  # [128001, 128008, 128009]
+    "phi3": ("<|end|>", "<|assistant|>", "<|endoftext|>"),  # [32007, 32001, 32000]
+    "nemotron_3": ("</s>", "<|im_end|>"),  # [2, 11]
+    "qwen": ("<|im_end|>", "<|endoftext|>"),  # [151645, 151643]
+    "lfm2": ("<|im_end|>",),  # 7
+    "deepseek": ("<｜end▁of▁sentence｜>",),  # 1
+    "cohere": ("<|END_OF_TURN_TOKEN|>",),  # 255001
+}  # none was found for muse_glimmer
 # Written for the tests, after what the templates of these names in llama.cpp write
 WRITTEN = {
     "granite": "ibm-granite-granite-4.0",
@@ -69,7 +87,6 @@ ALONE = ("llama4", "phi4", "phi4_mini")  # those that neither TRL nor llama.cpp 
 OTHER_TEXT = {
     "deepseek_r1_distill": "it leaves out the think block that the prompt of use opens",
     "deepseekv3": "it leaves out the think block that the prompt of use opens",
-    "glm4moe": "`<\\|user\\|>` ends answers there, and eos here: both are stops of GLM",
     "nemotron": "without reasoning it closes another block than the prompt of use opens",
 }
 QUESTION = Message("user", "What is red?")
@@ -122,13 +139,19 @@ class Setting:
 def tokenizer_of(path: Path, model: ModelSection):
     """Return a small tokenizer with a published template and its tokens."""
     text = path.read_text(encoding="utf-8")
-    marks = tuple(dict.fromkeys(MARKS.findall(text)))
+    marks = tuple(dict.fromkeys((*MARKS.findall(text), *stops_of(path.stem))))
     own = next((eos for start, eos in EOS_OF.items() if path.stem.startswith(start)), None)
     eos = own or next((mark for mark in EOS if mark in marks), "<|endoftext|>")
     others = tuple(mark for mark in marks if mark != eos)
     made = tokenizer(text, others, eos, "<bos>", LLAMA3_WORDS)
     made.chat_template = with_variables(text, model)
+    made.base_stops = stops_of(path.stem)
     return made
+
+
+def stops_of(name: str) -> tuple[str, ...]:
+    """Return the tokens at which the published generation config of a template's model stops."""
+    return next((stops for start, stops in STOPS_OF.items() if name.startswith(start)), ())
 
 
 def sample_of(path: Path, answer: Message, remedy: str) -> RenderedSample:
@@ -181,7 +204,8 @@ def outcomes(path: Path) -> list[Outcome]:
             continue
         assert one.trained.count("A rose.") == 1
         end = one.trained.partition("A rose.")[2]
-        assert any(stop in end for stop in (*TURN_ENDS, *EOS, *EOS_OF.values())), one.trained
+        stops = (*TURN_ENDS, *EOS, *EOS_OF.values(), *stops_of(path.stem))
+        assert any(stop in end for stop in stops), one.trained
         thought = "It is a rose." in one.trained
         assert thought == (kind == "with reasoning" and "drop" not in one.remedy)
     return found

@@ -10,7 +10,7 @@ from sft_play.data.messages import parse_conversation
 from sft_play.data.render import (
     render_prompt,
 )
-from sft_play.data.rows import Message, Row
+from sft_play.data.rows import Row
 
 TOOLS = (
     {
@@ -50,24 +50,6 @@ def test_calls_of_tools_are_trained_and_their_answers_are_not(arguments):
     assert sample.ids[: sample.answer_start] == render_prompt(
         calling(arguments).messages[:-1], tok, TOOLS
     )
-
-
-def test_an_answer_in_several_steps_is_one_sample_as_long_as_its_reasoning_stays():
-    tok = family("qwen3")
-    row = calling({"city": "Köln"}, "Ask.")
-    longer = Row(
-        (*row.messages, Message("user", "And blue?"), Message("assistant", "The sea.")),
-        row.origin,
-        tools=TOOLS,
-    )
-    steps, last = samples_of(longer, tok)
-    assert trained(steps, tok) == [
-        "<think>\nAsk.\n</think>\n\n\n<tool_call>\n"
-        '{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call><|im_end|>',
-        "<think>\n\n</think>\n\nIt is mild.<|im_end|>",
-    ]
-    assert trained(last, tok) == ["<think>\n\n</think>\n\nThe sea.<|im_end|>"]
-    assert "Ask." not in tok.decode(last.ids)
 
 
 def test_a_template_that_wants_arguments_as_text_gets_them():

@@ -56,6 +56,14 @@ def test_steps_follow_from_rows_epochs_and_the_effective_batch(settings, steps, 
     assert (found.steps, found.epochs) == (steps, pytest.approx(epochs))
 
 
+def test_steps_count_rows_and_the_cost_of_their_samples_is_told():
+    plain = work_of()
+    found = work_of(counted=Counted(4800, 100_000, samples_per_row=4, distinct=0.5))
+    assert (found.steps, found.rows) == (plain.steps, plain.rows)
+    assert "1,200 rows are 4,800 samples" in found.conversations
+    assert "50,000 are different" in found.conversations
+
+
 def test_a_warm_up_that_is_longer_than_the_run_is_told():
     long = ("train.warmup_steps=50", "train.epochs=1")
     assert work_of(*long, "train.lr_scheduler_type=linear").warning == (

@@ -31,7 +31,7 @@ def preview(
     packed: list[int] = []
     if planned.plan.packing:
         layout = packed_run(planned, data).plan.layout
-        packed = first_packed_sequence(data.train.lengths, layout, config.epoch_seed)
+        packed = first_packed_sequence(data.train.lengths, layout, config.epoch_seed, data.row_ends)
     tokenizer = load_tokenizer(config)
     sequences = preview_sequences(data, tokenizer, first, config, packed)
     print_sequences(sequences, no_color)

@@ -8,7 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Self
@@ -67,6 +67,12 @@ class RunData:
     def digests(self) -> tuple[str, ...]:
         """The digests of the content of every source's files."""
         return tuple(source.digest for source in chain(*self.sources.values()))
+
+    @cached_property
+    def row_ends(self) -> np.ndarray:
+        """Ends of the training rows among their samples, (R,) int64; pieces of a text are rows."""
+        begins = ~splits.continues_row(self.train, "exact")
+        return np.append(np.flatnonzero(begins)[1:], len(self.train))
 
     def used_tokens(self) -> splits.UsedTokens:
         """Return the token ids that occur."""
@@ -293,12 +299,14 @@ def _build_ledger(selection: Selection) -> SplitLedger:
     tally = selection.tally
     rows = splits.count_rows(samples.records)
     images = samples.image_counts
+    tokens = int(samples.lengths.sum())
     counts = replace(
         tally,
         rows_in=tally.rows_in if selection.tallies else rows,
         rows_used=rows,
         samples=len(samples),
-        tokens=int(samples.lengths.sum()),
+        tokens=tokens,
+        distinct_tokens=tokens - int(samples.shared.sum()),
         trained_tokens=int(samples.records["trained"].sum()),
         images=int(images.sum()),
         image_tokens=int(samples.records["image_tokens"].sum()),

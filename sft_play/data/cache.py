@@ -26,6 +26,7 @@ from sft_play.data.images import file_state
 from sft_play.data.ledger import Tally
 from sft_play.data.rows import BadRow, Json
 from sft_play.data.store import RECORDS, Split, Store
+from sft_play.data.templates import stop_ids
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.runs import seal
 from sft_play.runs.files import rename, sync
@@ -41,9 +42,10 @@ NO_WORD = re.compile(r"[^\w.-]+")  # characters that a tracker's name may not co
 
 
 def digest_tokenizer(tokenizer: Any, template: str) -> str:
-    """Return the SHA-256 of a tokenizer's backend, its special tokens and the chat template."""
+    """Return the SHA-256 of a tokenizer's backend, special tokens, stops and chat template."""
     special = {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())}
     backend = tokenizer.backend_tokenizer.to_str()
+    special["stops"] = str(sorted(stop_ids(tokenizer)))  # also those that the base's files name
     return _digest(backend, json.dumps(special, sort_keys=True), template)
 
 

@@ -174,6 +174,7 @@ class ChunkTokenizer:
         done.samples = to_arrays(stored)
         tally.samples = len(stored)
         tally.tokens = len(done.samples.ids)
+        tally.distinct_tokens = tally.tokens - int(done.samples.shared.sum())
         tally.images = len(done.samples.images)
         tally.image_tokens = int(done.samples.records["image_tokens"].sum())
         tally.trained_tokens = int(done.samples.trained.sum())

@@ -14,6 +14,7 @@ from typing import Self
 from sft_play.data.row_parsing import unused_notes
 from sft_play.data.rows import FORMS, Json
 from sft_play.data.special_text import special_notes
+from sft_play.plan.workload import describe_conversations
 from sft_play.runs.tables import aligned
 
 
@@ -25,6 +26,7 @@ class Tally:
     rows_used: int = 0
     samples: int = 0  # sequences made of the rows
     tokens: int = 0
+    distinct_tokens: int = 0  # without beginnings that samples of a row share
     trained_tokens: int = 0
     images: int = 0
     image_tokens: int = 0  # tokens that represent the images
@@ -167,6 +169,10 @@ class SplitLedger:
         if self.sources and doubtful:
             counts = ", ".join(f"{rows:,} {words}" for words, rows in doubtful.items())
             notes.append(f"of {self.tally.rows_in:,} rows {counts}")
+        tally = self.tally
+        counts = tally.rows_used, tally.samples, tally.tokens, tally.distinct_tokens
+        if self.epoch and (cost := describe_conversations(*counts)):
+            notes.append(f"conversations: {cost}")
         for split, equal in (self.overlap or {}).items():
             asked = equal.questions - equal.normalized
             if asked and not self.tally.dropped["question_evaluated_on"]:

@@ -1,9 +1,11 @@
 """The order of an epoch: the samples of each optimizer step, and the micro-batches of each rank.
 
-A step has the same samples for any batch size and any number of ranks, packed or not; these
-only change its speed.
+A step has the same rows for any batch size and any number of ranks, packed or not; these
+only change its speed. A conversation may give several samples: all of them are in the step of their
+row. `row_ends` (R,) are the ends of the rows among the samples; None means one sample per row.
 """
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -30,7 +32,7 @@ MEASURED_ROWS = 100_000  # whose padding is measured as a sample of the epoch
 class StepSampler:
     """The micro-batches of an epoch in global order: number k belongs to rank k % world_size.
 
-    Samples are shuffled by seed and epoch (not without a seed) and cut into optimizer steps. The
+    Rows are shuffled by seed and epoch (not without a seed) and cut into optimizer steps. The
     order depends on nothing else, so a resumed run skips what it has trained. Every rank runs the
     same number of micro-batches per step, and no sample counts twice: fillers use the remaining
     places. All ranks work about equally long in a step, and start with the most expensive
@@ -40,8 +42,16 @@ class StepSampler:
     batch_size = None  # accelerate reads it; the micro-batches of a packed run differ in size
     drop_last = False
 
-    def __init__(self, lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int | None):
+    def __init__(
+        self,
+        lengths: Sequence[int] | np.ndarray,
+        layout: Layout,
+        seed: int | None,
+        row_ends: np.ndarray | None = None,
+    ):
         self.lengths = memoryview(np.asarray(lengths))  # a list needs 36 bytes per row
+        self.row_ends = row_ends
+        self.rows = len(self.lengths) if row_ends is None else len(row_ends)
         self.seed = seed
         self.epoch = 0
         self.layout = layout  # may be replaced by one with the same `rows_per_step`
@@ -52,7 +62,7 @@ class StepSampler:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        optimizer_steps = -(-len(self.lengths) // self.layout.rows_per_step)
+        optimizer_steps = -(-self.rows // self.layout.rows_per_step)
         return optimizer_steps * self.layout.micro_batches * self.layout.world_size
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -61,18 +71,18 @@ class StepSampler:
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield each micro-batch once."""
-        rows_per_step = self.layout.rows_per_step
-        for samples in steps(len(self.lengths), rows_per_step, self.seed, self.epoch):
+        samples, per_step = len(self.lengths), self.layout.rows_per_step
+        for step in steps(samples, per_step, self.seed, self.epoch, self.row_ends):
             if self.layout.is_packed:
-                yield from self._packed(samples)
+                yield from self._packed(step)
             else:
-                yield from self._unpacked(samples)
+                yield from self._unpacked(step)
 
     def find_samples(self, step: int, micro_batch: int, rank: int) -> list[int]:
         """Return the samples of a rank's micro-batch of a step, without fillers; steps from 1."""
         per_step = self.layout.micro_batches * self.layout.world_size
         epoch, number = divmod(step - 1, len(self) // per_step)
-        sampler = StepSampler(self.lengths, self.layout, self.seed)
+        sampler = copy.copy(self)
         sampler.set_epoch(epoch)
         at = number * per_step + micro_batch * self.layout.world_size + rank
         batch = next(itertools.islice(sampler, at, None))
@@ -82,7 +92,8 @@ class StepSampler:
         """Yield micro-batches of samples of similar length."""
         layout = self.layout
         ordered = sorted(samples, key=self.lengths.__getitem__, reverse=True)
-        ordered += [self.filler] * (layout.rows_per_step - len(samples))
+        places = layout.batch_size * layout.micro_batches * layout.replicas
+        ordered += [self.filler] * (places - len(samples))
         batches = []
         for start in range(0, len(ordered), layout.batch_size):
             batches.append([[index] for index in ordered[start : start + layout.batch_size]])
@@ -106,28 +117,38 @@ class StepSampler:
         return batch_shape(sequences, layout.max_seq_len, in_one_row)
 
 
-def steps(samples: int, effective_batch: int, seed: int | None, epoch: int) -> Iterator[list[int]]:
-    """Yield the sample indices of each optimizer step of an epoch; the last may have fewer.
+def steps(
+    samples: int,
+    rows_per_step: int,
+    seed: int | None,
+    epoch: int,
+    row_ends: np.ndarray | None = None,
+) -> Iterator[list[int]]:
+    """Yield the sample indices of each optimizer step of an epoch; the last may have fewer rows.
 
-    Without a seed samples stay in their order.
+    Without a seed rows stay in their order.
     """
-    order = epoch_order(samples, seed, epoch)
-    for start in range(0, samples, effective_batch):
-        yield order[start : start + effective_batch].tolist()
+    ends = np.arange(1, samples + 1) if row_ends is None else row_ends
+    starts = np.append(0, ends)
+    order = epoch_order(len(ends), seed, epoch)
+    for first in range(0, len(order), rows_per_step):
+        rows = order[first : first + rows_per_step]
+        places = map(range, starts[rows].tolist(), ends[rows].tolist())
+        yield [*itertools.chain.from_iterable(places)]
 
 
-def epoch_order(samples: int, seed: int | None, epoch: int) -> np.ndarray:
-    """Return the sample indices of an epoch.
+def epoch_order(rows: int, seed: int | None, epoch: int) -> np.ndarray:
+    """Return the indices of the rows of an epoch.
 
     They are shuffled like torch.randperm with a generator of the same seed. Earlier runs resume
     in the order that torch gave them, and data-check need not import torch.
     """
-    order = np.arange(samples)
+    order = np.arange(rows)
     if seed is None:
         return order
     draws = np.random.RandomState((seed * 1_000_003 + epoch) % 2**32)
-    left = np.arange(samples, 0, -1)
-    others = np.arange(samples) + draws.randint(2**32, size=samples, dtype=np.uint32) % left
+    left = np.arange(rows, 0, -1)
+    others = np.arange(rows) + draws.randint(2**32, size=rows, dtype=np.uint32) % left
     places = memoryview(order)  # faster than an array, and smaller than a list
     for place, other in enumerate(memoryview(others)):
         places[place], places[other] = places[other], places[place]
@@ -135,7 +156,11 @@ def epoch_order(samples: int, seed: int | None, epoch: int) -> np.ndarray:
 
 
 def fullest_step(
-    lengths: Sequence[int] | np.ndarray, layout: Layout, seed: int | None, epochs: int
+    lengths: Sequence[int] | np.ndarray,
+    layout: Layout,
+    seed: int | None,
+    epochs: int,
+    row_ends: np.ndarray | None = None,
 ) -> int:
     """Return the number of sequences of `max_seq_len` tokens in the fullest step of all epochs.
 
@@ -144,14 +169,15 @@ def fullest_step(
     lengths = np.asarray(lengths, dtype=np.int64)
     fullest = 0
     for epoch in range(epochs):
-        order = epoch_order(len(lengths), seed, epoch)
-        places = np.append(lengths[order], np.zeros(-len(lengths) % layout.rows_per_step, int))
-        rows = places.reshape(-1, layout.rows_per_step)
-        limits = most_sequences(rows, layout.max_seq_len)
+        found = list(steps(len(lengths), layout.rows_per_step, seed, epoch, row_ends))
+        samples = np.zeros((len(found), max(map(len, found))), dtype=np.int64)
+        for places, step in zip(samples, found, strict=True):
+            places[: len(step)] = lengths[step]
+        limits = most_sequences(samples, layout.max_seq_len)
         for step in np.argsort(-limits, kind="stable"):
             if limits[step] <= fullest:
                 break
-            documents = rows[step][rows[step] > 0].tolist()
+            documents = samples[step][samples[step] > 0].tolist()
             fullest = max(fullest, len(pack(documents, layout.max_seq_len)))
     return fullest
 
@@ -173,21 +199,25 @@ def most_sequences(rows: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def padding(
-    lengths: Sequence[int] | np.ndarray, unpacked: Layout, packed: Layout, seed: int | None
+    lengths: Sequence[int] | np.ndarray,
+    unpacked: Layout,
+    packed: Layout,
+    seed: int | None,
+    row_ends: np.ndarray | None = None,
 ) -> PaddedTokens:
     """Return the tokens of the first epoch, and those computed with padding, under two layouts.
 
     Of a long epoch the first MEASURED_ROWS rows, in complete steps, represent all.
     """
     measured = math.ceil(MEASURED_ROWS / unpacked.rows_per_step)
-    first = itertools.islice(steps(len(lengths), unpacked.rows_per_step, seed, epoch=0), measured)
     lengths = np.asarray(lengths)
-    real, measured_real = int(lengths.sum()), int(lengths[list(itertools.chain(*first))].sum())
     computed = []  # of all micro-batches, with the padding of the collators
     for layout in (unpacked, packed):
-        sampler = StepSampler(lengths, layout, seed)
+        sampler = StepSampler(lengths, layout, seed, row_ends)
         batches = sampler.micro_batches()
         batches = itertools.islice(batches, measured * layout.micro_batches * layout.replicas)
-        tokens = sum(math.prod(sampler.shape(batch)) for batch in batches)
-        computed.append(tokens * real // measured_real)
-    return PaddedTokens(real, *computed)
+        computed.append(sum(math.prod(sampler.shape(batch)) for batch in batches))
+    drawn = steps(len(lengths), unpacked.rows_per_step, seed, 0, row_ends)
+    first = itertools.islice(drawn, measured)
+    real, measured_real = int(lengths.sum()), int(lengths[list(itertools.chain(*first))].sum())
+    return PaddedTokens(real, *(tokens * real // measured_real for tokens in computed))

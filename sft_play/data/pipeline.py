@@ -12,10 +12,13 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from sft_play.config.schema import Config
 from sft_play.data.assemble import DataFacts, RunData, assemble
 from sft_play.data.cache import TokenizedSplits, read_bad_rows
 from sft_play.data.ledger import DataAccount, Ledger, PaddedTokens
+from sft_play.data.order import fullest_step
 from sft_play.data.processor import without_torch
 from sft_play.data.row_facts import record_counts
 from sft_play.data.sources import find_sources
@@ -68,6 +71,7 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     data = prepare_run_data(planned.config)
     refuse_images(planned, data)
     write_quarantine(folder, data.sources)
+    planned = sampled_run(planned, data)
     packed = packed_run(planned, data)
     padding = count_padding(planned, packed, data)
     folder.write_data(DataFacts(data.sources, padding).to_json())
@@ -76,14 +80,24 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
 
 def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
     """Return the run with the packing of these rows, or as if it was packed."""
-    from sft_play.data.order import fullest_step
-
-    train, layout, rows = planned.config.train, planned.plan.layout, len(data.train)
+    train, layout, row_ends = planned.config.train, planned.plan.layout, data.row_ends
+    rows = len(row_ends)
     mean_tokens = sum(data.train.lengths) / rows  # per row
     # without packing, the need of one epoch
     epochs = train.passes(rows) if planned.plan.packing else 1
-    fullest = fullest_step(data.train.lengths, layout, planned.config.epoch_seed, epochs)
+    fullest = fullest_step(data.train.lengths, layout, planned.config.epoch_seed, epochs, row_ends)
     return planned.packed(fullest, min(layout.rows_per_step, rows) * mean_tokens)
+
+
+def sampled_run(planned: PlannedRun, data: RunData) -> PlannedRun:
+    """Return the run with room for the samples of a step if some rows give several."""
+    samples, row_ends = len(data.train), data.row_ends
+    if len(row_ends) < samples:
+        epochs = planned.config.train.passes(len(row_ends))
+        one_each = replace(planned.plan.layout, max_seq_len=1)  # a sequence for each sample
+        most = fullest_step(np.ones(samples), one_each, planned.config.epoch_seed, epochs, row_ends)
+        return planned.with_samples(most)
+    return planned
 
 
 def with_answer_limit(planned: PlannedRun, data: RunData) -> PlannedRun:
@@ -139,7 +153,7 @@ def with_loaders(planned: PlannedRun, data: RunData) -> PlannedRun:
         return planned
     processes = 0
     if data.train.has_images:
-        images = data.train.image_counts.mean()
+        images = data.train.image_counts.sum() / len(data.row_ends)
         batch_bytes = math.ceil(images * layout.rows_per_step / layout.micro_batches) * IMAGE_BYTES
         cores = len(os.sched_getaffinity(0)) // ranks.per_node - 1
         free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
@@ -155,6 +169,7 @@ def build_ledger(planned: PlannedRun, account: DataAccount | None = None) -> Led
     The rows read are recorded in the account.
     """
     data = prepare_run_data(planned.config, account)
+    planned = sampled_run(planned, data)
     padding = count_padding(planned, packed_run(planned, data), data)
     return replace(data.ledger, padding=padding)
 
@@ -174,4 +189,5 @@ def count_padding(planned: PlannedRun, packed: PlannedRun, data: RunData) -> Pad
     from sft_play.data.order import padding
 
     seed = planned.config.epoch_seed
-    return padding(data.train.lengths, planned.plan.layout, packed.plan.layout, seed)
+    layouts = planned.plan.layout, packed.plan.layout
+    return padding(data.train.lengths, *layouts, seed, data.row_ends)

@@ -18,7 +18,7 @@ from sft_play.data.order import Layout, StepSampler
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import ImageFile, make_visible
-from sft_play.data.splits import begins_row
+from sft_play.data.splits import continues_row
 from sft_play.data.store import Sample, Split
 from sft_play.progress import drawing
 
@@ -114,7 +114,7 @@ def choose_samples(split: Split, first: int) -> dict[int, list[str]]:
         "longest": split.lengths == split.lengths.max(),
         "shortest": split.lengths == split.lengths.min(),
         "shortened": split.records["cut"] > 0,
-        "continues with a row": _continues_row(split),
+        "continues with a row": continues_row(split),
         "weighed": split.records["weights"] >= 0,
         "has images": split.image_counts > 0,
     }
@@ -154,21 +154,16 @@ def weight_note(sample: Sample) -> str | None:
     return f"its trained tokens weigh {words} in the loss"
 
 
-def first_packed_sequence(lengths: np.ndarray, layout: Layout, seed: int | None) -> list[int]:
+def first_packed_sequence(
+    lengths: np.ndarray, layout: Layout, seed: int | None, row_ends: np.ndarray | None = None
+) -> list[int]:
     """Return the samples of a packed sequence of the first micro-batch.
 
     It is the one with the fewest documents, at least two; [] if no sequence has two.
     """
-    micro_batch = next(iter(StepSampler(lengths, layout, seed)))
+    micro_batch = next(iter(StepSampler(lengths, layout, seed, row_ends)))
     packed = [sequence for sequence in micro_batch if len(sequence) > 1]
     return min(packed, key=len, default=[])
-
-
-def _continues_row(split: Split) -> np.ndarray:
-    """Return a mask (N,) of the samples that continue the row of the sample before them."""
-    mask = ~begins_row(split.records)
-    mask[1:] &= (np.diff(split.index_in) == 1) & (np.diff(split.store_of) == 0)
-    return mask
 
 
 class SpanFinder:

@@ -373,6 +373,4 @@ def render_prompt(
     asked, _ = ThoughtPolicy(template.for_row(variables), "keep").apply(asked)
     row, _ = special.escape(asked)
     text = template.for_row(row.variables).render_prompt(template_messages(row.messages), row.tools)
-    return PromptIds(
-        special.encode([text])[0], tuple(chain.from_iterable(map(get_images, messages)))
-    )
+    return PromptIds(special.encode([text])[0], images_of(messages))

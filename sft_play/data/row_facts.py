@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.data.files import Chunk, digest_files, read_chunks, refuse_bad_rows
+from sft_play.data.ledger import Tally
 from sft_play.data.row_detection import ChunkTask, take_rows
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
@@ -90,9 +91,9 @@ def look_at_rows(
     elif not may_fetch and not is_here:
         reason = f"the tokenizer of {model.name} is not on this machine"
     if reason is None:
-        lengths, labelled, names_files = _tokenize(drawn, config)
+        lengths, tally, names_files = _tokenize(drawn, config)
     else:
-        lengths, labelled, names_files = _count_characters(drawn, config), None, True
+        lengths, tally, names_files = _count_characters(drawn, config), Tally(), True
     if not lengths:
         return "none of the first rows can be used"
     held_out = 0.0
@@ -105,7 +106,9 @@ def look_at_rows(
         is_estimated=any(one.all_rows > one.rows for one in begun),
         uncounted_because=reason,
         are_texts=all(task.row_format.name == "text" for task in drawn),
-        labelled=labelled,
+        labelled=tally.trained_tokens / tally.tokens if tally.tokens else None,
+        samples_per_row=(tally.samples or 1) / (tally.rows_used or 1),
+        distinct=(tally.distinct_tokens or 1) / (tally.tokens or 1),
     )
     if not names_files:  # images may change
         # the tokenizer, the rows, and so the name of the record may have been fetched meanwhile
@@ -140,9 +143,15 @@ def record_counts(config: Config, data: "RunData") -> None:
     """Record how many samples and tokens a resolved config trains on; images may change."""
     if data.train.has_images:
         return
-    tokens = int(data.train.lengths.sum())
-    trained_tokens = int(data.train.records["trained"].sum())
-    counted = Counted(len(data.train), tokens, trained_tokens / tokens)
+    train = data.train
+    tokens = int(train.lengths.sum())
+    counted = Counted(
+        len(train),
+        tokens,
+        int(train.records["trained"].sum()) / tokens,
+        samples_per_row=len(train) / len(data.row_ends),
+        distinct=1 - int(train.shared.sum()) / tokens,
+    )
     write_json(_record_path(config, config.model.max_seq_len), asdict(counted))
 
 
@@ -205,8 +214,8 @@ def _count_characters(drawn: list[ChunkTask], config: Config) -> list[int]:
     return lengths
 
 
-def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float, bool]:
-    """Return the tokens of rows, the share of them with loss, and whether they name files.
+def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], dict[str, float], bool]:
+    """Return the tokens of samples, the counts of their rows, and whether these name files.
 
     Raises: DataError, EnvironmentFault.
     """
@@ -223,12 +232,12 @@ def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], float,
     tokenizer = ChunkTokenizer(config, load_tokenizer(config), decodes=False)
     lengths: list[int] = []
     names_files = False
-    trained = 0
+    tally = Tally()
     for done in tokenize_tasks(iter(drawn), tokenizer, processes=1):
         lengths += np.diff(done.samples.records["end"], prepend=0).tolist()
-        trained += done.tally.trained_tokens
+        tally.add(done.tally)
         names_files |= bool(done.image_states)
-    return lengths, trained / max(1, sum(lengths)), names_files
+    return lengths, tally, names_files
 
 
 def _record_path(config: Config, max_seq_len: int | None = None) -> Path:

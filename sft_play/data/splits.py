@@ -52,6 +52,16 @@ def begins_row(records: np.ndarray, *besides: str) -> np.ndarray:
     return mask
 
 
+def continues_row(split: Split, *besides: str) -> np.ndarray:
+    """Return a mask (N,) of the samples that belong to the row of the sample before them.
+
+    Another value in a column of `besides` starts a row, too.
+    """
+    mask = ~begins_row(split.records, *besides)
+    mask[1:] &= (np.diff(split.index_in) > 0) & (np.diff(split.store_of) == 0)
+    return mask
+
+
 def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: str) -> np.ndarray:
     """Return a mask (N,) of the samples to set aside.
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import chain
+from itertools import chain, pairwise
 from operator import attrgetter
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -60,6 +61,7 @@ ARRAYS = {  # the files of the fields of SampleArrays
     RECORDS: RECORD,
     "images.bin": IMAGE,
     "image_bytes.bin": np.dtype(np.uint8),  # per image: its path, or its content
+    "shared.bin": ID,  # tokens at the start of a sample that another one of its row has, too
 }
 
 
@@ -96,7 +98,9 @@ class Store:
         self.files = files
         self.name = name
         arrays = [_map_array(folder / file, dtype) for file, dtype in ARRAYS.items()]
-        self.ids, self.trained, self.weights, self.records, self.images, self.image_bytes = arrays
+        self.ids, self.trained, self.weights, self.records, self.images, *others = arrays
+        self.image_bytes, shared = others
+        self.shared = shared if len(shared) else np.zeros(len(self.records), ID)
 
     def __len__(self) -> int:
         return len(self.records)
@@ -169,6 +173,7 @@ class SampleArrays(NamedTuple):
     records: np.ndarray
     images: np.ndarray
     image_bytes: np.ndarray
+    shared: np.ndarray = np.zeros(0, ID)  # or none: no samples of a row begin alike
 
 
 class StoreWriter(contextlib.ExitStack):
@@ -225,7 +230,21 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
         records,
         np.array(table, IMAGE),
         np.frombuffer(b"".join(held), np.uint8),
+        np.array(count_shared(samples), ID),
     )
+
+
+def count_shared(samples: Sequence[StoredSample]) -> list[int]:
+    """Return the tokens that each sample of a row, in the order of a tree, shares with the last."""
+    shared = [0] * len(samples)
+    rows: dict[Any, list[int]] = {}
+    for index, sample in enumerate(samples):
+        rows.setdefault(sample[1:4], []).append(index)
+    for indices in rows.values():
+        ordered = sorted([(samples[index].rendered.ids, index) for index in indices])
+        for (before, _), (ids, index) in pairwise(ordered):
+            shared[index] = len(commonprefix((before, ids)))  # noqa: RUF071 - of ids
+    return shared
 
 
 class Split:
@@ -290,6 +309,11 @@ class Split:
         records["file"] += first_file[self.store_of]
         return records
 
+    @property
+    def shared(self) -> np.ndarray:
+        """Tokens that another sample of the row begins with, too, of each sample, (N,) int64."""
+        return self._gather(lambda store: store.shared)
+
     @cached_property
     def pixels(self) -> np.ndarray:
         """Pixels of the images of each sample, (N,) int64."""
@@ -304,8 +328,9 @@ class Split:
 
 
 def _map_array(path: Path, dtype: np.dtype) -> np.ndarray:
-    if not path.stat().st_size:
-        return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
+    # an older store may lack it, and an empty file cannot be mapped
+    if not path.exists() or not path.stat().st_size:
+        return np.zeros(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from sft_play.data.rows import FORMS, Message, Notes, Row
 from sft_play.data.templates import ChatTemplate, RenderError, list_strings, template_messages
-from sft_play.data.thoughts import split_reasoning
+from sft_play.data.thoughts import OPENED, split_reasoning
 
 MAX_QUOTED_CHARACTERS = 24
 REMEDY = "MODEL_CHAT_TEMPLATE=default writes them in plain words, or name your Jinja file"
@@ -70,6 +70,12 @@ class CallKind(NamedTuple):
     has_content: bool
     has_reasoning: bool
     results: int = 0  # number of results that follow
+
+
+TOOL_MESSAGES = tuple(
+    Message("tool", word, name=name, tool_call_id=id_)
+    for word, name, id_ in zip(RESULTS, NAMES, CALL_IDS, strict=True)
+)
 
 
 def check_prompt(messages: Sequence[Message], prompt: str) -> None:
@@ -128,7 +134,9 @@ def check_answer(
         )
     content = message.content.strip()
     if message.tool_calls:
-        _check_words_of_calls(text, message, where)
+        # reasoning within the content comes before the calls
+        written = text.rpartition(content)[2] if content.startswith(OPENED) else text
+        _check_words_of_calls(written, message, where)
         if content in text:
             return
     elif text.rstrip().endswith(content):
@@ -232,6 +240,23 @@ def check_calls(template: ChatTemplate, message: Message, where: str) -> None:
 
 
 @functools.lru_cache(MOST_KINDS)
+def text_after_answer(template: ChatTemplate, has_calls: bool) -> str:
+    """Return what a template writes after an answer once the conversation continues; "" if unknown.
+
+    A result follows calls, a question any other answer.
+    """
+    call = _probe(CallKind(1, (("str", True),), False, False))
+    answered = (call, TOOL_MESSAGES[0]) if has_calls else (ANSWER, QUESTION)
+    messages = template_messages((QUESTION, *answered))
+    render = template.render_conversation
+    try:
+        text, continued = render(messages[:2], [TOOL]), render(messages, [TOOL])
+    except RenderError:
+        return ""
+    return continued[len(text) :] if continued.startswith(text) else ""
+
+
+@functools.lru_cache(MOST_KINDS)
 def _lost_of_tools(template: ChatTemplate, has_system: bool) -> frozenset[str] | None:
     """Return the parts of tools that are omitted, None if all tools are omitted."""
     try:
@@ -260,13 +285,9 @@ def _lost_in_answer(template: ChatTemplate, kind: CallKind) -> str | None:
 @functools.lru_cache(MOST_KINDS)
 def _lost_in_history(template: ChatTemplate, kind: CallKind) -> Notes:
     """Return the parts of a call and its results that are missing in the next answer's prompt."""
-    results = [
-        Message("tool", word, name=name, tool_call_id=id_)
-        for word, name, id_ in zip(RESULTS, NAMES, CALL_IDS, strict=True)
-    ]
-    following = results[: kind.results] or [QUESTION]
+    following = TOOL_MESSAGES[: kind.results] or (QUESTION,)
     try:
-        messages = template_messages([QUESTION, _probe(kind), *following])
+        messages = template_messages((QUESTION, _probe(kind), *following))
         text = template.render_prompt(messages, [TOOL])
     except RenderError:
         return ()

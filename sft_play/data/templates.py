@@ -48,6 +48,7 @@ DEFAULT_TEMPLATE = (
 CLOCK = datetime(2024, 7, 26)
 # A template's error message that requires ids of calls
 WANTS_IDS = re.compile(r"(?i)\bids?\b|tool_call_id")
+BASE_STOPS = "base_stops"  # attribute of a tokenizer: tokens that end answers, by its base's files
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # Qwen and GLM, gpt-oss, Solar
 # What transformers passes to every template, in addition to special tokens and Jinja's functions
 ALWAYS_GIVEN = frozenset(("messages", "tools", "add_generation_prompt", "raise_exception"))
@@ -224,13 +225,19 @@ def template_messages(messages: Sequence[Message]) -> list[Json]:
 
 
 def stop_ids(tokenizer: Any) -> set[int]:
-    """Return the ids that end an answer: eos, and the end-of-turn tokens that the tokenizer has."""
-    known: dict[str, int] = {}
+    """Return the ids that end an answer, in training, generation and all that is saved.
+
+    They are eos, the end-of-turn tokens that the tokenizer has, and the base's stops, which
+    `load_tokenizer` has set.
+    """
+    names = [*TURN_ENDS, *getattr(tokenizer, BASE_STOPS, ())]
     # not by get_vocab, which copies the entire vocabulary
-    ids = tokenizer.convert_tokens_to_ids(list(TURN_ENDS))
-    for token, token_id in zip(TURN_ENDS, ids, strict=True):
-        if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token:
-            known[token] = token_id
+    ids = tokenizer.convert_tokens_to_ids(names)
+    known = {
+        token: token_id
+        for token, token_id in zip(names, ids, strict=True)
+        if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token
+    }
     if "<|return|>" in known:
         known.pop("<|end|>", None)  # gpt-oss ends parts of an answer with it
     return {tokenizer.eos_token_id, *known.values()}

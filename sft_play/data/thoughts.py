@@ -11,6 +11,7 @@ conversation. In this case the text is composed here: the prompt, the reasoning,
 block, and the answer as the template writes it.
 """
 
+import contextlib
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -115,6 +116,28 @@ class AskedAnswer:
         return template.render_both([*self.messages[: self.index], answer], self.row.tools)
 
 
+def _find_block(prompt: str) -> Block | None:
+    """Return the think block at the end of a prompt, open or closed."""
+    ends = prompt.rstrip().endswith
+    return next((block for block in BLOCKS if ends((block.opened, block.closed))), None)
+
+
+def _strip_block(asked: AskedAnswer) -> str | None:
+    """Return an answer without the think block at the end of its prompt; None if not found."""
+    before, block = asked.prompt, _find_block(asked.prompt)
+    if block is not None:
+        before = before.rstrip().removesuffix(block.closed).rstrip()
+        before = before.removesuffix(block.opened).rstrip()
+    if not asked.text.startswith(before):
+        return None
+    answer = asked.text[len(before) :]
+    if block is None:
+        return answer
+    if block.closed in answer:
+        return answer.partition(block.closed)[2].lstrip()
+    return answer.lstrip().removeprefix(block.opened).lstrip()
+
+
 class _Form(NamedTuple):
     """How a template handles reasoning."""
 
@@ -208,42 +231,46 @@ class ThoughtPolicy:
         """Return the text of an answer, put together, and what to say of it.
 
         That is the prompt of use, then what the model is to write after it: in the think block that
-        the prompt opens or has closed, else between the marks of the template. None if the template
-        writes the answer, or has no such marks.
+        the prompt opens or has closed, else between the marks of the template. If the text does not
+        begin with the prompt, because the template changes or omits what is before the answer, it
+        has the answer as the template writes it after a question. None if no text has the answer
+        after a prompt, or the template has no marks for its reasoning.
 
         Raises: RenderError for an answer without reasoning if none is to be put in its place, and
         for one with reasoning after a closed block.
         """
-        prompt = asked.prompt.rstrip()
-        begins = asked.text.startswith(asked.prompt)
-        if begins and (not asked.reasoning or asked.reasoning in asked.text[len(asked.prompt) :]):
-            return None
-        for block in BLOCKS:
-            is_open = prompt.endswith(block.opened)
-            if not is_open and not prompt.endswith(block.closed):
-                continue
+        block = _find_block(asked.prompt)
+        is_open = block is not None and asked.prompt.rstrip().endswith(block.opened)
+        if block is not None:
             self._refuse_other_reasoning(is_open, asked)
-            before = prompt.removesuffix(block.closed).rstrip()
-            before = before.removesuffix(block.opened).rstrip()
-            if not asked.text.startswith(before):
-                return None
-            answer = asked.text[len(before) :]
-            if block.closed in answer:
-                answer = answer.partition(block.closed)[2].lstrip()
-            else:
-                answer = answer.lstrip().removeprefix(block.opened).lstrip()
-            if is_open:
-                answer = asked.reasoning + self._find_block_end(block, asked) + answer
-            return asked.prompt + answer, ()
-        if not begins or self._form.kind != "marks":
+        source = asked
+        answer = _strip_block(asked)
+        alone = asked if block and answer else self._answer_alone(asked)
+        if answer is None:
+            answer, source = _strip_block(alone), alone
+        if answer is None:
             return None
-        block = self._form.block
-        answer = asked.text[len(asked.prompt) :]
+        if is_open:
+            answer = asked.reasoning + self._find_block_end(block, source) + answer
+        if block is not None or not asked.reasoning or asked.reasoning in answer:
+            return asked.prompt + answer, ()
+        # DeepSeek opens a think block after a question, and none after a result
+        block = self._form.block if self._form.kind == "marks" else _find_block(alone.prompt)
+        if block is None:
+            return None
         rest = answer.lstrip().removeprefix(block.opened).lstrip()
         if rest.startswith(block.closed):  # an empty block
             answer = rest.removeprefix(block.closed)
         note = AS_MARKS.format(marks=f"{block.opened} and {block.closed}")
         return asked.prompt + block.write(asked.reasoning) + answer, (note,)
+
+    def _answer_alone(self, asked: AskedAnswer) -> AskedAnswer:
+        """Return an answer after a single question; `asked` if the template refuses that."""
+        messages = [QUESTION, asked.messages[asked.index]]
+        with contextlib.suppress(RenderError):
+            prompt, text = self._template.render_both(messages, asked.row.tools)
+            return replace(asked, messages=messages, index=1, prompt=prompt, text=text)
+        return asked
 
     def _refuse_other_reasoning(self, is_open: bool, asked: AskedAnswer) -> None:
         """Raise RenderError for missing reasoning in an open block, and any after a closed one."""

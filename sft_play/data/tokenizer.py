@@ -28,6 +28,7 @@ from sft_play.data.limits import (
 from sft_play.data.rows import FORMS, shorten
 from sft_play.data.special_text import between_turns, encode
 from sft_play.data.template_sources import FindFile, find_template
+from sft_play.data.templates import BASE_STOPS
 from sft_play.errors import EnvironmentFault, first_line, of_os_error
 from sft_play.plan.base_model import POINTER
 from sft_play.progress import Stage, watched
@@ -119,8 +120,20 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         for role, token in TEKKEN.items():
             if getattr(tokenizer, role) is None and token in tokenizer.added_tokens_encoder:
                 setattr(tokenizer, role, token)
+    stops = list(_find_stops(tokenizer, find))
     if tokenizer.eos_token_id is None:
-        _take_eos(tokenizer, model.name, find)
+        if not stops:
+            raise EnvironmentFault(
+                f"model.name={model.name}: its tokenizer names no eos_token, so an answer could "
+                "not end; add one to tokenizer_config.json"
+            )
+        file, tokenizer.eos_token = stops[0]
+        logger.info(
+            "tokenizer: eos is %s, which %s of %s names", tokenizer.eos_token, file, model.name
+        )
+    # other tokens are ids of another vocabulary, such as the default of a model class
+    named = [token for _, token in stops if token in tokenizer.added_tokens_encoder]
+    setattr(tokenizer, BASE_STOPS, named)
     if tokenizer.pad_token_id is None:
         # padding is always masked, so any existing id is fine
         tokenizer.pad_token = tokenizer.eos_token
@@ -218,18 +231,12 @@ def fetch_file(model: ModelSection, file: str) -> Path | None:
     return Path(path) if path else None
 
 
-def _take_eos(tokenizer: PreTrainedTokenizerBase, name: str, find: FindFile) -> None:
-    """Use the eos that another file names. Raises: EnvironmentFault."""
+def _find_stops(tokenizer: PreTrainedTokenizerBase, find: FindFile) -> Iterator[tuple[str, str]]:
+    """Yield the tokens that end answers by the model's other files, each with its file."""
     for file in EOS_FILES:
         path = find(file)
         for token in _eos_tokens(read_object(path) if path else {}, tokenizer):
-            tokenizer.eos_token = token
-            logger.info("tokenizer: eos is %s, which %s of %s names", token, file, name)
-            return
-    raise EnvironmentFault(
-        f"model.name={name}: its tokenizer names no eos_token, so an answer could not end; "
-        "add one to tokenizer_config.json"
-    )
+            yield file, token
 
 
 def _eos_tokens(values: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:

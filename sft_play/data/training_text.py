@@ -27,6 +27,7 @@ from sft_play.data.template_checks import (
     describe_losses,
     json_characters,
     quote,
+    text_after_answer,
 )
 from sft_play.data.templates import (
     ChatTemplate,
@@ -112,6 +113,7 @@ class TrainingTextBuilder:
         self._eos = tokenizer.eos_token
         stop_tokens = tokenizer.convert_ids_to_tokens(sorted(stop_ids(tokenizer)))
         self._stop = match_any(stop_tokens)
+        self._next_stop = re.compile(rf"\s*(?:{self._stop.pattern})")
         added = tokenizer.added_tokens_decoder.values()
         any_special = match_any(token.content for token in added if token.special).pattern
         self._whitespace_or_special = re.compile(rf"(?:\s|{any_special})*")
@@ -241,12 +243,13 @@ class TrainingTextBuilder:
         prompt = self._template.render_conversation(messages[:index], row.tools, is_prompt=True)
         text = self._template.render_conversation(messages[: index + 1], row.tools)
         notes: Notes = ()
-        if message.reasoning or not text.startswith(prompt):
+        reasoning = (message.reasoning or "").strip()
+        if not text.startswith(prompt) or reasoning not in text[len(prompt) :]:
             written = self.thoughts.write_text(AskedAnswer(row, messages, index, prompt, text))
             if written is not None:
                 text, notes = written
             elif not text.startswith(prompt):
-                raise RenderError(_why_not_prefix(row.messages, index, prompt, text))
+                raise RenderError(_why_not_prefix(index, prompt, text))
         check_prompt(row.messages[:index], prompt)
         start = len(prompt)
         found = self._stop.search(text, start)
@@ -271,7 +274,11 @@ class TrainingTextBuilder:
             self._check_places(messages[: index + 1], row.tools)
             self._checked.add(structure)
         if not found:
-            text += self._eos
+            # GLM ends an answer with the token that begins the next message
+            begun = self._next_stop.match(
+                text_after_answer(self._template, bool(message.tool_calls))
+            )
+            text += begun[0] if begun else self._eos
             end = len(text)
         images = tuple(chain.from_iterable(map(get_images, asked)))
         answer = Answer(index, start, stop, end, images)
@@ -303,7 +310,7 @@ class TrainingTextBuilder:
                 marked[index] = {**message, "content": words[index]}
         prompt, text = self._template.render_both(marked, tools)
         for index, word in words.items():
-            if word not in text:
+            if word not in (text if index == last else prompt):
                 raise RenderError(
                     f"the chat template leaves out or changes messages[{index}], "
                     f"of the role {messages[index]['role']}"
@@ -350,14 +357,8 @@ def is_trimmed(messages: Sequence[Message], text: str) -> bool:
     return False
 
 
-def _why_not_prefix(messages: Sequence[Message], index: int, prompt: str, text: str) -> str:
+def _why_not_prefix(index: int, prompt: str, text: str) -> str:
     """Return why an answer cannot be found in a text that does not begin with its prompt."""
-    system = messages[0].content.strip() if messages[0].role == "system" else ""
-    if system in prompt and system not in text:  # as Mistral's template does
-        return (
-            "the chat template leaves out the system message once a question is answered; "
-            "write it into the first question"
-        )
     same = len(commonprefix((prompt, text)))  # noqa: RUF071 - of texts, not of paths
     return (
         f"the chat template writes what is before messages[{index}] otherwise once it is answered, "

@@ -229,15 +229,13 @@ def base_of(
     """Return the base of a run, and the context in which it answers.
 
     An adapter is switched off in it; if every weight was trained, the base is loaded, too. The
-    base stops at the run's stop tokens, and at those of the base.
+    base stops at the run's stop tokens, which include its own.
     """
-    stops = tuple({*trained.stops, *stops_of(trained.model)}) if trained.stops else ()
-    base = replace(trained, stops=stops)
     if trained.config.tuning.mode != "full":
-        return base, trained.model.disable_adapter
+        return trained, trained.model.disable_adapter
     with quiet_libraries():
         model = load_base(trained.config, trained.process)
-    return replace(base, model=model.eval()), contextlib.nullcontext
+    return replace(trained, model=model.eval()), contextlib.nullcontext
 
 
 def checked_weights(folder: RunFolder, config: Config) -> Path:

@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import GENERATION_CONFIG_NAME
 
@@ -75,11 +74,9 @@ def trained_stops(
     own = set(own) - known
     for index in range(min(len(rows), COUNTED_ROWS)):
         labels = rows[index].labels
-        trained = labels[labels != IGNORE_INDEX]
-        ends = trained[np.isin(trained, list(known))]
-        if len(ends):
-            counts[int(ends[-1])] += 1
-        inside |= own.intersection(trained.tolist())
+        trained = labels[labels != IGNORE_INDEX].tolist()
+        counts.update([token for token in trained if token in known][-1:])
+        inside |= own.intersection(trained)
     return sorted(known | (own - inside), key=lambda stop: (-counts[stop], stop))
 
 

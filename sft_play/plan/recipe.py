@@ -69,6 +69,8 @@ class RowFacts:
     uncounted_because: str | None = None
     are_texts: bool = False  # no row is a conversation
     labelled: float | None = None  # share of the tokens that have loss; None if not known
+    samples_per_row: float = 1.0
+    distinct: float = 1.0  # share of the tokens without beginnings that samples of a row share
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,12 @@ from sft_play.plan.ranks import DTYPE_NAMES, RESERVE, precision
 from sft_play.plan.recipe import describe_weights, format_count
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.weight_offloading import describe_host
-from sft_play.plan.workload import Workload, describe_float8, describe_run, describe_speed
+from sft_play.plan.workload import (
+    Workload,
+    describe_float8,
+    describe_run,
+    describe_speed,
+)
 
 LINE_WIDTH = 110
 LABEL_WIDTH = 14  # of a line's first column, the label
@@ -154,7 +159,8 @@ def lines(
         ("speed", describe_speed(plan)),
         ("float8", describe_float8(planned)),
         ("run", describe_run(workload)),
-        ("warning", workload.warning if isinstance(workload, Workload) else None),
+        # a text has neither: it is why the rows are not known
+        *((name, getattr(workload, name, None)) for name in ("warning", "conversations")),
     )
     if plan.changes:
         shown += ["", "it fits, by estimate, with"]

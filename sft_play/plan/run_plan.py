@@ -179,6 +179,14 @@ class PlannedRun:
         layout = merged(request, plan.layout.packed(fullest_step), peak, plan.budget_bytes)
         return replace(self, plan=replace(plan, request=request)).with_layout(layout)
 
+    def with_samples(self, most_samples: int) -> Self:
+        """Return the run after the samples of its rows are counted: the most of a step."""
+        plan, found = self.plan, {"most_samples": most_samples}
+        request = replace(plan.request, row=replace(plan.request.row, **found))
+        return replace(self, plan=replace(plan, request=request)).with_layout(
+            replace(plan.layout, **found)
+        )
+
     def as_before(self, earlier: RunPlan) -> Self:
         """Return a resumed run with its previous micro-batches, if these need no more memory.
 

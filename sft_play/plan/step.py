@@ -42,6 +42,7 @@ class Layout:
     pair_cost: float = 0.0  # cost of attention between two tokens, relative to a token's other cost
     waits_each_micro_batch: bool = False  # ranks for each other; else once a step, as under DDP
     context_parallel: int = 1  # ranks that share each row
+    most_samples: int | None = None  # of a step, if rows give several; None: one per row
 
     @property
     def replicas(self) -> int:
@@ -60,9 +61,10 @@ class Layout:
     @property
     def micro_batches(self) -> int:
         """Micro-batches per rank and step: if packed, the fewest that fit the fullest step."""
-        if self.fullest_step is None:
+        sequences = self.most_samples if self.fullest_step is None else self.fullest_step
+        if sequences is None:
             return self.grad_accum
-        return -(-self.fullest_step // (self.batch_size * self.replicas))
+        return -(-sequences // (self.batch_size * self.replicas))
 
     @property
     def sequences(self) -> int:

@@ -34,17 +34,26 @@ class Counted:
     labelled: float = LABELLED  # share of the tokens that have loss
     is_estimated: bool = False  # from some of the rows
     by_characters: bool = False  # estimated from characters, not by a tokenizer
+    samples_per_row: float = 1.0
+    distinct: float = 1.0  # share of the tokens without beginnings that samples of a row share
+
+    @property
+    def rows(self) -> int:
+        return round(self.samples / self.samples_per_row)
 
     @classmethod
     def estimate(cls, facts: RowFacts, longest: int) -> Self:
         """Return the number of samples of rows in an epoch, each of at most `longest` tokens."""
         mean_tokens = sum(min(length, longest) for length in facts.lengths) / len(facts.lengths)
+        samples = round(facts.rows * facts.samples_per_row)
         return cls(
-            facts.rows,
-            round(facts.rows * mean_tokens),
+            samples,
+            round(samples * mean_tokens),
             facts.labelled or LABELLED,
             is_estimated=True,
             by_characters=facts.uncounted_because is not None,
+            samples_per_row=facts.samples_per_row,
+            distinct=facts.distinct,
         )
 
 
@@ -52,6 +61,7 @@ class Counted:
 class Workload:
     """A run's training data, and its time without evaluations, loading and saving."""
 
+    rows: int  # of an epoch
     samples: int  # of an epoch
     tokens: int  # of an epoch
     is_estimated: bool
@@ -63,6 +73,7 @@ class Workload:
     seconds: float | None
     gpu_hours: float | None
     warning: str | None = None
+    conversations: str | None = None  # what rows of several samples cost
 
 
 def epoch_rows(sources: Sequence[tuple[float, float | None]]) -> list[float]:
@@ -79,12 +90,13 @@ def epoch_rows(sources: Sequence[tuple[float, float | None]]) -> list[float]:
 
 def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
     """Return the workload of a plan for counted rows; there must be at least one row."""
-    steps_per_epoch = math.ceil(counted.samples / plan.layout.rows_per_step)
+    steps_per_epoch = math.ceil(counted.rows / plan.layout.rows_per_step)
     steps = _count_steps(config.train, steps_per_epoch)
     work = _mean_step(plan, counted)
     speed = predict(plan.step, plan.layout, plan.card, plan.ranks.nodes, work)
     seconds = steps * speed.step_seconds if speed else None
     return Workload(
+        rows=counted.rows,
         samples=counted.samples,
         tokens=counted.tokens,
         is_estimated=counted.is_estimated,
@@ -95,6 +107,9 @@ def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
         seconds=seconds,
         gpu_hours=seconds * plan.ranks.world_size / 3600 if seconds is not None else None,
         warning=schedule_warning(config.train, steps),
+        conversations=describe_conversations(
+            counted.rows, counted.samples, counted.tokens, round(counted.tokens * counted.distinct)
+        ),
     )
 
 
@@ -128,13 +143,14 @@ def _mean_step(plan: RunPlan, counted: Counted) -> StepWork:
     """Return the mean step of a rank."""
     layout = plan.layout
     mean_tokens = counted.tokens / counted.samples
-    rows = min(layout.rows_per_step, counted.samples) / layout.replicas
+    rows = counted.samples_per_row * min(layout.rows_per_step, counted.rows) / layout.replicas
+    most = math.ceil(layout.grad_accum * counted.samples_per_row)  # micro-batches
     if not plan.packing:
         longest = layout.max_seq_len / mean_tokens  # no row is padded further
         padding = min(longest, 1 + PADDED * layout.batch_size / layout.rows_per_step)
-        return StepWork(rows, mean_tokens, layout.grad_accum, counted.labelled, padding)
+        return StepWork(rows, mean_tokens, most, counted.labelled, padding)
     capacity = layout.batch_size * layout.max_seq_len
-    micro_batches = min(math.ceil(FULLEST * rows * mean_tokens / capacity), layout.grad_accum)
+    micro_batches = min(math.ceil(FULLEST * rows * mean_tokens / capacity), most)
     has_rows = mean_tokens < 0.9 * layout.max_seq_len and not layout.in_one_row
     padding = PACKED if has_rows else 1.0
     return StepWork(rows, mean_tokens, micro_batches, counted.labelled, padding)
@@ -148,19 +164,19 @@ def checkpoint_bytes(step: StepSpec) -> int:
     return step.state_bytes + step.trained_weights * (step.trained_bytes + step.master_bytes)
 
 
-def run_bytes(step: StepSpec, train: TrainSection, samples: int) -> int:
-    """Return the maximum disk space of a run of `samples` training rows.
+def run_bytes(step: StepSpec, train: TrainSection, rows: int) -> int:
+    """Return the maximum disk space of a run of so many training rows.
 
     That is the kept checkpoints, one more until it is complete, and the trained weights.
     """
     weights = step.trained_weights * step.trained_bytes
-    checkpoints = _checkpoints(train, samples)
+    checkpoints = _checkpoints(train, rows)
     return SMALL_FILES_BYTES + weights + checkpoints * checkpoint_bytes(step)
 
 
-def _checkpoints(train: TrainSection, samples: int) -> int:
+def _checkpoints(train: TrainSection, rows: int) -> int:
     """Return the maximum number of checkpoints on disk. A run that is stopped leaves one."""
-    steps_per_epoch = math.ceil(samples / train.effective_batch_size)
+    steps_per_epoch = math.ceil(rows / train.effective_batch_size)
     steps = _count_steps(train, steps_per_epoch)
     saved = 0
     if train.save_strategy == "steps":
@@ -245,13 +261,27 @@ def describe_run(workload: Workload | str) -> str:
     plural = "" if workload.epochs == 1 else "s"
     text = (
         f"{workload.steps:,} steps: {workload.epochs:.3g} epoch{plural} of "
-        f"{workload.samples:,} rows and {workload.tokens:,} tokens ({counted})"
+        f"{workload.rows:,} rows and {workload.tokens:,} tokens ({counted})"
     )
     if workload.seconds is None or workload.gpu_hours is None:
         return text
     return (
         f"{text}; {_duration(workload.seconds)} of training, {workload.gpu_hours:.2f} GPU-hours, "
         f"{workload.tokens_per_second:,.0f} tokens/s on these rows"
+    )
+
+
+def describe_conversations(rows: int, samples: int, tokens: int, distinct: int) -> str | None:
+    """Return why rows are several samples, and what that costs; None if no tokens are shared.
+
+    `distinct` counts the beginnings that samples of a row share once.
+    """
+    if distinct == tokens:
+        return None
+    return (
+        f"{rows:,} rows are {samples:,} samples, because the chat template writes "
+        f"earlier answers differently, e.g. without their reasoning: {tokens:,} tokens, of which "
+        f"{distinct:,} are different; all samples of a row are in one optimizer step"
     )
 
 

@@ -186,11 +186,16 @@ def _beside_paths(sources: str | list[str | SourceSection] | None) -> list[Any]:
 
 
 def refuse_other_steps(
-    checkpoint: Path, saved: stamp.Stamp, data_digest: str, effective_batch: int
+    checkpoint: Path,
+    saved: stamp.Stamp,
+    data_digest: str,
+    effective_batch: int,
+    batch_unit: str | None = None,
 ) -> None:
     """Refuse to resume if the steps to come would not be those that were left.
 
-    The digest and the rows per step are those of the run that continues. Raises: CheckpointError.
+    The digest and the rows per step are those of the run that continues, and so is what a batch
+    counts, None before its rows are read. Raises: CheckpointError.
     """
     step = step_of(checkpoint)
     if step is not None and saved.global_step != step:
@@ -216,6 +221,12 @@ def refuse_other_steps(
             f"{checkpoint}: its run trained {rows} rows per step, and this one would train "
             f"{effective_batch}; set TRAIN_EFFECTIVE_BATCH_SIZE={rows} "
             "TRAIN_GRAD_ACCUM=auto"
+        )
+    if batch_unit not in (None, saved.batch_unit):
+        raise CheckpointError(
+            f"{checkpoint}: an earlier version trained it, whose steps counted each answer of a "
+            "conversation as a row, so the rows that are left to train are not known; start a new "
+            "run without TRAIN_RESUME_FROM"
         )
 
 

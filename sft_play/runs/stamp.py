@@ -85,9 +85,11 @@ class Stamp(Binding):
     versions: dict[str, str]
     world_size: int
     merged: bool = False  # the weights are those of an adapter merged into its base
+    batch_unit: str = "sample"  # what effective_batch counts: row, if some rows are several samples
 
 
-REQUIRED = [field.name for field in fields(Stamp) if field.name != "merged"]
+OPTIONAL = ("merged", "batch_unit")
+REQUIRED = [field.name for field in fields(Stamp) if field.name not in OPTIONAL]
 
 
 def own_version() -> str:
@@ -166,8 +168,7 @@ def read(folder: Path) -> Stamp:
             f"{path}: has no {', '.join(lacking)}, so it is not known what would be resumed; it "
             "was edited, or written by an older version: choose another checkpoint"
         )
-    known = {name: facts[name] for name in REQUIRED}
-    return Stamp(**known, merged=facts.get("merged", False))
+    return Stamp(**{name: facts[name] for name in (*REQUIRED, *OPTIONAL) if name in facts})
 
 
 def _lacking(facts: Any) -> list[str]:

@@ -63,7 +63,7 @@ def build_loop(
         step = context.plan.step
         flops_of = functools.partial(step_flops, step.model, step.active_adapter_weights)
     step_log = StepLog(speed, context.memory, flops_of, flops, mean_gpus)
-    order = StepSampler(data.train.lengths, layout, config.epoch_seed)
+    order = StepSampler(data.train.lengths, layout, config.epoch_seed, data.row_ends)
     events = Events(arguments, model, tokenizer)
     events.add(speed)
     metric = metric_of(config.train)

@@ -5,8 +5,6 @@ import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from sft_play import timeline
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.scores import (
@@ -100,7 +98,7 @@ class HeldOutEvaluation:
         if train.eval_token_share is None:
             return
         epochs = loop.state.max_steps / loop.steps_per_epoch
-        trained = epochs * float(np.sum(loop.order.lengths))
+        trained = epochs * sum(loop.order.lengths)
         tokens = train.eval_token_share * trained / count
         all_rows, row_tokens = len(evaluator.split), float(evaluator.split.lengths.mean())
         all_answers = len(evaluator.question_indices) if train.predict_with_generate else 0

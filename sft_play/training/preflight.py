@@ -88,17 +88,17 @@ def preflight(
     context: RunContext,
     run_stamp: stamp.Stamp,
     checkpoint: Path | None,
-    samples: int,
+    rows: int,
     recorder: RunRecorder,
 ) -> None:
     """Check that the ranks agree and have enough resources, and log one line per machine.
 
-    `samples` is the number of training rows. DeepSpeed compiles its ops here. Every rank must
+    `rows` is the number of training rows. DeepSpeed compiles its ops here. Every rank must
     call it after the process group was joined. Raises: ConfigError, DataError or EnvironmentFault,
     the same on every rank.
     """
     process = context.process
-    own = {**must_agree(context, run_stamp, checkpoint), "training rows": samples}
+    own = {**must_agree(context, run_stamp, checkpoint), "training rows": rows}
     with limited(process, recorder.abandon, is_joining=False):
         ranks = gather_facts(context)
         if process.world_size > 1:
@@ -108,7 +108,7 @@ def preflight(
                 check_sum(process)
     refuse_little_memory(ranks, context)
     refuse_little_shared_memory(context)
-    refuse_little_disk(ranks, run_bytes(context.plan.step, context.config.train, samples))
+    refuse_little_disk(ranks, run_bytes(context.plan.step, context.config.train, rows))
     if process.is_main and process.world_size > 1:
         logger.info("%s", "\n".join(machine_lines(ranks)))
     if context.plan.deepspeed is not None:

@@ -311,8 +311,9 @@ def _note_padding(probe: Probe, layout: Layout) -> dict[str, int]:
     order = probe.loop.order
     packed = layout
     if not layout.is_packed:
-        packed = layout.packed(fullest_step(order.lengths, layout, order.seed, epochs=1))
-    tokens = vars(padding(order.lengths, layout.unpacked(), packed, order.seed))
+        fullest = fullest_step(order.lengths, layout, order.seed, 1, order.row_ends)
+        packed = layout.packed(fullest)
+    tokens = vars(padding(order.lengths, layout.unpacked(), packed, order.seed, order.row_ends))
     folder.write_data({**folder.read_data(), "padding": tokens})
     return tokens
 

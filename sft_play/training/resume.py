@@ -59,6 +59,7 @@ def make_stamp(
         template=template_name,
         versions={"sft-play": stamp.own_version(), **stamp.versions()},
         world_size=plan.ranks.world_size,
+        batch_unit="sample" if len(data.row_ends) == len(data.train) else "row",
     )
 
 
@@ -89,7 +90,9 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
     saved = stamp.refuse_mismatch(checkpoint, run_stamp, train.allow_backend_change)
     Resumed(checkpoint, saved).refuse_changes(context.config)
     check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size, train.elastic)
-    refuse_other_steps(checkpoint, saved, run_stamp.data_digest, run_stamp.effective_batch)
+    refuse_other_steps(
+        checkpoint, saved, run_stamp.data_digest, run_stamp.effective_batch, run_stamp.batch_unit
+    )
     if process.is_main:
         logger.info("resume from=%s", checkpoint)
         for name, version in run_stamp.versions.items():

@@ -104,7 +104,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     arguments = training_arguments(planned, folder)
     run_stamp = make_stamp(context, data, tokenizer)
     checkpoint = checkpoint_to_resume(context, run_stamp)
-    preflight(context, run_stamp, checkpoint, len(data.train), recorder)
+    preflight(context, run_stamp, checkpoint, len(data.row_ends), recorder)
     recorder.lap("preflight")
     with recorder.check("the base model knows every token of the rows"):
         check_vocabulary(config, tokenizer, data.used_tokens())

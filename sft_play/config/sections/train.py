@@ -59,7 +59,8 @@ class TrainSection(Section):
     effective_batch_size: Rows = Field(
         32,
         description="Rows of one optimizer step over all devices, if batch_size or grad_accum is "
-        "auto; if both are set, it is batch_size x grad_accum x processes.",
+        "auto; if both are set, it is batch_size x grad_accum x processes. All samples of a "
+        "conversation belong to the same step.",
     )
     learning_rate: PositiveFloat | Auto = Field(
         "auto",
@@ -389,9 +390,9 @@ class TrainSection(Section):
         """The number of dataloader_num_workers; 0 if rows have not said it yet."""
         return 0 if self.dataloader_num_workers == "auto" else self.dataloader_num_workers
 
-    def passes(self, samples: int) -> int:
-        """Return the number of epochs that a resolved run on `samples` begins."""
+    def passes(self, rows: int) -> int:
+        """Return the number of epochs that a resolved run on `rows` begins."""
         if self.max_steps is None:
             return math.ceil(self.epochs)
-        steps_per_epoch = math.ceil(samples / self.effective_batch_size)
+        steps_per_epoch = math.ceil(rows / self.effective_batch_size)
         return math.ceil(self.max_steps / steps_per_epoch)

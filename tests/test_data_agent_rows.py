@@ -1,0 +1,126 @@
+"""Conversations with calls and reasoning: each answer is trained as the published model writes it."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_data_template_table import OF_TRL, QUESTION, TRL_NAMES, call, stops_of, tokenizer_of
+
+from sft_play.config.sections.model import ModelSection
+from sft_play.data.render import IGNORE_INDEX, Renderer, RenderError, render_prompt
+from sft_play.data.rows import Message, Row
+from sft_play.data.store import StoredSample, count_shared, hash_row
+from sft_play.data.template_checks import TOOL
+from sft_play.data.templates import ChatTemplate
+from sft_play.data.thoughts import ThoughtPolicy
+
+TOOLS = (json.loads(json.dumps(TOOL).replace("zq1_tool", "add")),)
+RESULTS = tuple(
+    Message("tool", f"Result{n}", name="add", tool_call_id=f"Zq{n}Call00") for n in (0, 1)
+)
+AGAIN, ROSE, SEA = Message("user", "And blue?"), "A rose.", "The sea."
+ONE, BOTH = call({"a": "x"}), call({"a": "x"}, {"a": "y"})
+SECOND = replace(ONE, tool_calls=({**ONE.tool_calls[0], "id": "Zq1Call00"},))
+
+
+def said(answer: str | Message, reasoning: str | None = None) -> Message:
+    made = Message("assistant", answer) if isinstance(answer, str) else answer
+    return replace(made, reasoning=reasoning)
+
+
+KINDS = {
+    "plain": (QUESTION, said(ROSE), AGAIN, said(SEA)),
+    "reasoning": (QUESTION, said(ROSE, "Flower."), AGAIN, said(SEA, "No flower.")),
+    "a call": (QUESTION, ONE, RESULTS[0], said(ROSE), AGAIN, said(SEA)),
+    "calls in parallel": (QUESTION, BOTH, *RESULTS, said(ROSE)),
+    "calls in sequence": (QUESTION, ONE, RESULTS[0], SECOND, RESULTS[1], said(ROSE)),
+    "reasoning before calls": (
+        *(QUESTION, said(ONE, "Need x."), RESULTS[0], said(SECOND, "Again."), RESULTS[1]),
+        *(said(ROSE, "Flower."), AGAIN, said(SEA, "No flower.")),
+    ),
+}
+# What a family cannot write, as its refusal says it
+CANNOT = re.compile(
+    r"leaves out or changes (a tool call|messages\[\d\]|the reasoning)|all but the first of several"
+    r"|closes the think block|calls of messages\[\d\] before|single tool-calls|refuses the conv|(before|after the stop token of) messages"
+)
+
+
+def rendered(path: Path, kind: str) -> tuple[list[str], Row]:
+    """Return what each answer trains, in order, and check that its prompt is that of use."""
+    tok = tokenizer_of(path, ModelSection())
+    row = Row(KINDS[kind], "rows:1", tools=TOOLS if "call" in kind else ())
+    reasoning = "keep"
+    (samples,) = Renderer(tok).render([row])
+    if "DATA_REASONING=empty" in str(samples):
+        reasoning = "empty"
+        (samples,) = Renderer(tok, "all", reasoning).render([row])
+    if isinstance(samples, RenderError):
+        raise samples
+    row, _ = ThoughtPolicy(ChatTemplate(tok), reasoning).apply(row)
+    found = []
+    for index, message in enumerate(row.messages):
+        if message.role == "assistant":
+            prompt = render_prompt(row.messages[:index], tok, row.tools)
+            size = len(prompt)
+            (labels,) = (
+                one.labels[size - 1 :]
+                for one in samples
+                if one.ids[:size] == prompt and one.labels[size : size + 1] > [IGNORE_INDEX]
+            )
+            labels = [*labels[1:], IGNORE_INDEX]
+            found.append(tok.decode(labels[: labels.index(IGNORE_INDEX)]))
+    trained = sum(label != IGNORE_INDEX for one in samples for label in one.labels)
+    assert trained == sum(len(tok(text)["input_ids"]) for text in found)
+    return found, row
+
+
+@pytest.mark.parametrize("name", TRL_NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_follows_its_prompt_of_use_and_ends_where_its_model_stops(name, kind):
+    try:
+        found, row = rendered(OF_TRL / f"{name}.jinja", kind)
+    except RenderError as error:
+        assert CANNOT.search(str(error))
+        return
+    answers = [message for message in row.messages if message.role == "assistant"]
+    for text, message in zip(found, answers, strict=True):
+        assert message.content.strip() in text and (message.reasoning or "") in text
+        stops = [stop for stop in stops_of(name) if text.endswith(stop)]
+        assert stops or name == "muse_glimmer"
+        assert not any(stop in text.removesuffix(stops[0]) for stop in stops)
+
+
+CALLS = {
+    "glm4moe": (
+        "\n<think>{}</think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n"
+        "</tool_call><|observation|>"
+    ),
+    "gptoss": (
+        "<|channel|>analysis<|message|>{}<|end|><|start|>assistant to=functions.add<|channel|>"
+        'commentary json<|message|>{{"a": "x"}}<|call|>'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_one_after_the_other_keep_the_reasoning_of_their_turn(name):
+    found, _ = rendered(OF_TRL / f"{name}.jinja", "reasoning before calls")
+    assert found[:2] == [CALLS[name].format(words) for words in ("Need x.", "Again.")]
+
+
+def test_beginnings_that_samples_share_are_counted_once():
+    tok = tokenizer_of(OF_TRL / "qwen3.jinja", ModelSection())
+    row = Row(KINDS["reasoning before calls"], "rows:1", tools=TOOLS)
+    (samples,) = Renderer(tok).render([row])
+    stored = [StoredSample(one, 0, 1, hash_row(row), 0) for one in samples]
+    tokens = [tuple(one.ids[: end + 1]) for one in samples for end in range(len(one.ids))]
+    assert len(tokens) - sum(count_shared(stored)) == len(set(tokens)) < len(tokens)
+
+
+def test_a_second_call_of_deepseek_begins_as_the_first_does():
+    found, _ = rendered(OF_TRL / "deepseekv3.jinja", "calls in sequence")
+    begins = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
+    assert found[0].startswith(f"\n</think>\n\n{begins}") and found[1].startswith(begins)
