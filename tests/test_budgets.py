@@ -38,7 +38,7 @@ TOKENS = {
     "commands": 20_540,
     "compat": 1_270,
     "config": 24_960,
-    "data": 70_820,
+    "data": 71_500,
     "evaluation": 13_240,
     "inference": 21_020,
     "models": 106_120,
