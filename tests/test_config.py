@@ -38,7 +38,7 @@ def value(loaded: LoadedConfig, path: str) -> object:
 
 def test_each_layer_overrides_the_one_before_and_names_itself(folder):
     path = "train.logging_steps"
-    assert (value(load(EMPTY), path), load(EMPTY).origin[path]) == (10, "built-in default")
+    assert (value(load(EMPTY), path), load(EMPTY).origin[path]) == ("auto", "built-in default")
     (folder / "low.yaml").write_text("train:\n  logging_steps: 1\n")
     (folder / "high.yaml").write_text("train:\n  logging_steps: 2\n")
     (folder / "a.yaml").write_text("include: [low.yaml, high.yaml]\n")
@@ -60,7 +60,7 @@ def test_changed_settings_are_in_a_copy():
     config = load(EMPTY).config
     changed = config.changed({"train.logging_steps": 7, "tuning.lora.r": 4})
     assert (changed.train.logging_steps, changed.tuning.lora.r) == (7, 4)
-    assert (config.train.logging_steps, config.tuning.lora.r) == (10, 16)
+    assert (config.train.logging_steps, config.tuning.lora.r) == ("auto", 16)
     assert changed.changed({"train": config.train, "tuning.lora": config.tuning.lora}) == config
 
 

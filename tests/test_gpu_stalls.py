@@ -66,7 +66,8 @@ def watch(monkeypatch):
 
 def trainer_on_gpu(folder: Path, mode: str, packed: bool, fast: bool = True) -> TrainingLoop:
     """Return the trainer of a two-layer model as in a run on a GPU, with 3 micro-batches a step."""
-    config = Config.model_validate({"tuning": {"mode": mode}, "train": {"fast_path": fast}})
+    train = {"fast_path": fast, "logging_steps": 100}  # a log waits for the GPU
+    config = Config.model_validate({"tuning": {"mode": mode}, "train": train})
     samples = documents(160)
     lengths = [len(sample.ids) for sample in samples]
     layout = Layout(batch_size=2, grad_accum=8, world_size=1, max_seq_len=MAX_SEQ_LEN)

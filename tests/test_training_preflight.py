@@ -185,7 +185,7 @@ def test_what_a_run_writes_is_its_weights_and_the_checkpoints_that_are_kept():
 
     def checkpoints(**settings):
         train = TrainSection(effective_batch_size=8, epochs=2, **settings)
-        beside = run_bytes(step, train, samples=80) - step.adapter_weights * 4 - (50 << 20)
+        beside = run_bytes(step, train, rows=80) - step.adapter_weights * 4 - (50 << 20)
         assert beside % one == 0
         return beside // one
 

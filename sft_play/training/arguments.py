@@ -13,11 +13,12 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.runs.folder import RunFolder
 
+LOGGING_STEPS = 10  # between two logs
 NEVER = 10**9  # steps: an interval that no run reaches
 # Settings with the same name and value as the argument. warmup_steps below 1 is a fraction in both
 UNCHANGED = """
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm
-    adam_beta1 adam_beta2 adam_epsilon seed data_seed logging_steps
+    adam_beta1 adam_beta2 adam_epsilon seed data_seed
     dataloader_pin_memory bf16 fp16
     ddp_find_unused_parameters ddp_broadcast_buffers ddp_bucket_cap_mb ddp_timeout
     eval_strategy eval_do_concat_batches eval_accumulation_steps save_strategy save_total_limit
@@ -95,6 +96,7 @@ def _converted(train: TrainSection, plan: RunPlan) -> dict[str, Any]:
             "non_blocking": train.dataloader_pin_memory,
             "use_configured_state": plan.ranks.strategy != "single",
         },
+        "logging_steps": LOGGING_STEPS if train.logging_steps == "auto" else train.logging_steps,
         "eval_steps": train.eval_steps if train.eval_strategy == "steps" else None,
         "save_steps": train.save_steps if train.save_strategy == "steps" else NEVER,
     }

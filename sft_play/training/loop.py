@@ -162,7 +162,8 @@ class TrainingLoop:
             self.loss_watch.replay(state.log_history)
         # a resumed state has the logging and saving intervals of the run that wrote it; use ours
         state.compute_steps(args, steps)
-        state.logging_steps = min(state.logging_steps, max(1, steps // LEAST_LOGS))
+        if self.engine.config.train.logging_steps == "auto":
+            state.logging_steps = min(state.logging_steps, max(1, steps // LEAST_LOGS))
         state.max_steps = steps
         state.num_train_epochs = math.ceil(steps / self.steps_per_epoch)
         state.is_local_process_zero = process.local_rank == 0

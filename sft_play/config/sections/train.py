@@ -285,9 +285,9 @@ class TrainSection(Section):
     eval_token_share: PositiveFloat | None = Field(
         0.1,
         le=1,
-        description="Largest share of the training's tokens that all evaluations read and "
-        "generate, and that the scores before and after training do, each. If all rows have more, "
-        "a random sample is scored: at least 32 rows and 8 answers; null: all.",
+        description="Largest share of the training's tokens that all evaluations use, and each of "
+        "the scores before and after training; then a random sample of at least 32 rows and 8 "
+        "answers is scored; null: all rows.",
     )
     metric_for_best_model: str = Field(
         "eval_loss",
@@ -319,10 +319,10 @@ class TrainSection(Section):
         description="Evaluation batches whose generated ids stay on the device before they move "
         "to the CPU; null moves each at once.",
     )
-    logging_steps: PositiveInt = Field(
-        10,
-        description="Optimizer steps between two logged losses; fewer if a run would have less "
-        "than 20 logs.",
+    logging_steps: PositiveInt | Auto = Field(
+        "auto",
+        description="Optimizer steps between two logged losses; auto: 10, and fewer if a run would "
+        "have less than 20 logs.",
     )
     report_to: Trackers = Field(
         ["tensorboard"],
