@@ -297,6 +297,12 @@ def test_a_card_is_known_by_its_device_name(key):
     assert speed(key).mfu < 0.7
 
 
+def test_the_docs_name_all_cards():
+    text = " ".join((PROJECT_ROOT / "docs" / "planner.md").read_text().split())
+    *others, last = CARDS
+    assert f"`GPUS=` knows {', '.join(others)} and {last};" in text
+
+
 def test_a_size_alone_is_no_card():
     assert key_of(parse("1x24GiB").gpus[0].name) is None
     assert doctest.testmod(cards).failed == 0

@@ -319,7 +319,7 @@ def test_no_trace_ships_of_a_model_whose_kernels_depend_on_the_machine():
     }
     assert structures["Qwen/Qwen3-Next-80B-A3B-Instruct"].recurrent_layers == 36
     shipped = json.loads(counting.KNOWN_TRACES.read_text())
-    assert len(shipped) == 14
+    assert len(shipped) == 24
     assert not any(structures[name].recurrent_layers for name in shipped)
 
 
@@ -332,3 +332,12 @@ def test_layers_with_other_adapters_are_no_period(lora):
     config = Config.model_validate({"tuning": {"lora": lora}})
     signatures = trace.layer_signatures(tiny_model("olmo2", num_hidden_layers=8), config)
     assert trace.cut_depths(signatures) == (8,)
+
+
+@pytest.mark.parametrize("features, depths", [(0, (4, 2)), (8, (8,))])
+def test_layers_whose_inputs_share_a_projection_are_not_cut(features, depths):
+    wide = {str(number): {"head_dim": 16} for number in (1, 3, 5, 7)}
+    sizes = {"num_hidden_layers": 8, "num_kv_shared_layers": 0, "per_layer_config": wide}
+    types = ["sliding_attention", "full_attention"] * 4
+    model = tiny_model("gemma4", layer_types=types, hidden_size_per_layer_input=features, **sizes)
+    assert trace.cut_depths(trace.layer_signatures(model, Config())) == depths

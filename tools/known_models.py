@@ -36,11 +36,14 @@ def write_structures() -> None:
     write_text(KNOWN, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def known_trace(name: str, word: str) -> dict[str, Any]:
-    """Return the trace of a well-known model with some of KNOWN_SETTINGS, as it ships."""
+def known_trace(name: str, word: str) -> dict[str, Any] | None:
+    """Return the trace of a well-known model with some of KNOWN_SETTINGS, as it ships.
+
+    None if the code of the model cannot be traced.
+    """
     settings = traced_settings(known_setting(name, word), is_half=True)
     request = {"settings": settings, "device": "cuda", "zero_stage": 0}
-    return json.loads(json.dumps(answer(request)["answer"]))
+    return json.loads(json.dumps(answer(request).get("answer")))
 
 
 def write_traces() -> None:
@@ -54,8 +57,9 @@ def write_traces() -> None:
             continue
         if structure_from_json(facts["structure"]).recurrent_layers:
             continue
-        traces = {word: known_trace(name, word) for word in KNOWN_SETTINGS}
-        lines.append(f"  {json.dumps(name)}: {json.dumps(traces)}")
+        traces = {word: trace for word in KNOWN_SETTINGS if (trace := known_trace(name, word))}
+        if traces:
+            lines.append(f"  {json.dumps(name)}: {json.dumps(traces)}")
     write_text(KNOWN_TRACES, "{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -199,8 +199,13 @@ def trace_step(setup: StepSetup) -> TracedStep:
 
 
 def layer_signatures(model: PreTrainedModel, config: Config) -> list[Any]:
-    """Return what distinguishes each decoder layer from others: parameters, type and adapters."""
-    types = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    """Return what distinguishes each decoder layer from others: parameters, type and adapters.
+
+    If one projection makes inputs of all layers (Gemma 3n, 4 E2B), no layer can be removed.
+    """
+    text = model.config.get_text_config()
+    types = getattr(text, "layer_types", None) or ()
+    is_shared = bool(getattr(text, "hidden_size_per_layer_input", 0))
     lora = config.tuning.lora
     chosen = lora.layers_to_transform
     targets = () if isinstance(lora.target_modules, str) else lora.target_modules
@@ -211,7 +216,8 @@ def layer_signatures(model: PreTrainedModel, config: Config) -> list[Any]:
         layer_type = types[number] if number < len(types) else None
         has_adapters = chosen is None or number in chosen
         named = [name for name in modules if f".{number}." in f".{name}."]
-        signatures.append((shapes, layer_type, has_adapters, named))
+        own = number if is_shared else None
+        signatures.append((shapes, layer_type, has_adapters, named, own))
     return signatures
 
 

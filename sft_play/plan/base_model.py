@@ -287,8 +287,8 @@ def require_base(config: Config, environ: Mapping[str, str]) -> None:
         other = find_file(model.name, ADAPTER, model.revision, environ)
         if other is not None:
             refuse_other_folder(other.parent, model.name)
-        if known_model(model.name) is not None:
-            return
+        if (known := known_model(model.name)) is not None:
+            return refuse_untrainable(config, stored_as(known.config))
         if model.name.lower().endswith("-gguf"):
             packed = packed_for_llama_cpp(model.name)
             raise EnvironmentFault(f"model.name={model.name} is, by its name, GGUF files{packed}")

@@ -31,6 +31,7 @@ class Card:
     bandwidth: float  # of the GPU's memory, bytes per second
     link: Literal["NVLink", "PCIe"]
     link_bytes: float  # from one GPU to its neighbor, in one direction, bytes per second
+    is_unified: bool = False  # its memory is also the host's
 
     @property
     def host_link_bytes(self) -> float:
@@ -49,17 +50,32 @@ class Card:
 
 # Memory in GiB as CUDA reports it ("GPU 0 has a total capacity of 139.72 GiB"), the lowest of
 # several published torch logs: drivers differ by up to 0.2 GiB. All are below the advertised size,
-# because the driver keeps some and makers count in GB. The rest is from NVIDIA's data sheets,
-# halved if they count sparsity or both directions; for GeForce and RTX, from the white papers of
-# their architectures (GA102, AD102, RTX Blackwell, TU102), for the 3060 from GA102's two tensor
-# operations for each float32 one. x16 slots of PCIe 3, 4 and 5 carry 16, 32 and 63 GB/s. NVLink
-# bridges, which some PCIe cards can be given, are not counted.
+# because the driver keeps some and makers count in GB. No log named an H20 or a 4070: they have the
+# share of the advertised size that the A100 and the 3060 have. The rest is from NVIDIA's data
+# sheets, halved if they count sparsity or both directions; for GeForce and RTX, from the white
+# papers of their architectures (GA102, AD102, RTX Blackwell, TU102), for the 3060 and the 4070 from
+# two tensor operations for each float32 one, for GB10 an eighth of its sparse FP4. x16 slots of
+# PCIe 3, 4 and 5 carry 16, 32 and 63 GB/s. NVLink bridges, which some PCIe cards can be given, are
+# not counted.
 CARDS: dict[str, Card] = {
+    "GB200": Card("NVIDIA GB200", 184.31, (10, 0), 2500e12, 8000e9, "NVLink", 900e9),
+    "B300": Card("NVIDIA B300 SXM6 AC", 267.69, (10, 3), 2250e12, 8000e9, "NVLink", 900e9),
     "B200": Card("NVIDIA B200", 178.35, (10, 0), 2250e12, 8000e9, "NVLink", 900e9),
     "H200": Card("NVIDIA H200", 139.72, (9, 0), 989e12, 4800e9, "NVLink", 450e9),
+    "GH200": Card("NVIDIA GH200 480GB", 94.50, (9, 0), 989e12, 4000e9, "NVLink", 450e9),
+    "H20": Card("NVIDIA H20", 94.90, (9, 0), 148e12, 4000e9, "NVLink", 450e9),
     "H100": Card("NVIDIA H100 80GB HBM3", 79.10, (9, 0), 989e12, 3350e9, "NVLink", 450e9),
     "A100-80": Card("NVIDIA A100-SXM4-80GB", 79.14, (8, 0), 312e12, 2039e9, "NVLink", 300e9),
     "A100-40": Card("NVIDIA A100-SXM4-40GB", 39.38, (8, 0), 312e12, 1555e9, "NVLink", 300e9),
+    "PRO-6000": Card(
+        "NVIDIA RTX PRO 6000 Blackwell Workstation Edition",
+        *(94.96, (12, 0), 503.8e12, 1792e9, "PCIe", 63e9),
+    ),
+    "PRO-6000-SERVER": Card(
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        *(94.96, (12, 0), 503.8e12, 1597e9, "PCIe", 63e9),
+    ),
+    "GB10": Card("NVIDIA GB10", 119.18, (12, 1), 125e12, 273e9, "PCIe", 32e9, True),
     "L40S": Card("NVIDIA L40S", 44.39, (8, 9), 362e12, 864e9, "PCIe", 32e9),
     "L4": Card("NVIDIA L4", 22.16, (8, 9), 121e12, 300e9, "PCIe", 32e9),
     "A10G": Card("NVIDIA A10G", 21.98, (8, 6), 70e12, 600e9, "PCIe", 32e9),
@@ -68,14 +84,32 @@ CARDS: dict[str, Card] = {
         "NVIDIA RTX 6000 Ada Generation", 47.48, (8, 9), 364.2e12, 960e9, "PCIe", 32e9
     ),
     "5090": Card("NVIDIA GeForce RTX 5090", 31.36, (12, 0), 209.5e12, 1792e9, "PCIe", 63e9),
+    "5080": Card("NVIDIA GeForce RTX 5080", 15.45, (12, 0), 112.6e12, 960e9, "PCIe", 63e9),
+    "5070-TI": Card("NVIDIA GeForce RTX 5070 Ti", 15.45, (12, 0), 87.9e12, 896e9, "PCIe", 63e9),
     "4090": Card("NVIDIA GeForce RTX 4090", 23.64, (8, 9), 165.2e12, 1008e9, "PCIe", 32e9),
     "4080": Card("NVIDIA GeForce RTX 4080", 15.67, (8, 9), 97.5e12, 717e9, "PCIe", 32e9),
+    "4070": Card("NVIDIA GeForce RTX 4070", 11.65, (8, 9), 58.3e12, 504e9, "PCIe", 32e9),
     "3090": Card("NVIDIA GeForce RTX 3090", 23.67, (8, 6), 71e12, 936e9, "PCIe", 32e9),
     "3060": Card("NVIDIA GeForce RTX 3060", 11.65, (8, 6), 25.5e12, 360e9, "PCIe", 32e9),
     "2080-TI": Card("NVIDIA GeForce RTX 2080 Ti", 10.76, (7, 5), 53.8e12, 616e9, "PCIe", 16e9),
     "T4": Card("Tesla T4", 14.56, (7, 5), 65e12, 320e9, "PCIe", 16e9),
     "V100-32": Card("Tesla V100-SXM2-32GB", 31.74, (7, 0), 125e12, 900e9, "NVLink", 150e9),
     "V100-16": Card("Tesla V100-SXM2-16GB", 15.75, (7, 0), 125e12, 900e9, "NVLink", 150e9),
+}
+
+
+ALSO_NAMED = {"DGX-SPARK": "GB10"}
+# Other makers' GPUs by the beginning of their names, with what trains on them
+OTHERS = {
+    r"AMD|INSTINCT|RADEON|STRIX|MI-?[0-9]{2}|RX-?[0-9]|W[679][0-9]00|[79][0-9]{3}-?X": (
+        "AMD GPUs",
+        "Axolotl and TRL train on ROCm",
+    ),
+    r"APPLE|MPS|M[1-9](?![0-9])": ("Apple GPUs", "mlx-lm trains on them"),
+    r"INTEL|ARC|GAUDI|HPU|MAX-1[15]|[AB][357][578]0(?![0-9])": (
+        "Intel GPUs",
+        "TRL trains on Arc, optimum-habana on Gaudi",
+    ),
 }
 
 
@@ -105,8 +139,8 @@ def parse(words: str) -> Hardware:
     """Return the hardware that `2xH200`, `8xA100-80`, `H100:8`, `RTX 4090` or `2x24GiB` names.
 
     All memory of its GPUs is free. Its host is assumed to have as much free RAM as its GPUs have
-    memory, plus 16 GiB. The cores are those of this host. A size in GiB means a GPU with that much
-    usable memory and capability 8.0.
+    memory, plus 16 GiB, but none if it shares the GPU's memory. The cores are those of this host.
+    A size in GiB means a GPU with that much usable memory and capability 8.0.
 
     Raises: ConfigError for other words, with the nearest name.
     """
@@ -116,12 +150,27 @@ def parse(words: str) -> Hardware:
     readings = _readings(words.strip())
     count, gpu = next(((count, gpu) for count, word in readings if (gpu := _gpu(word))), (0, None))
     if gpu is None:
+        _refuse_others(words, readings)
         count, word = readings[0]
         raise ConfigError(f"GPUS={words}: no GPU of that name; {_card_hint(max(count, 1), word)}")
     if count < 1:
         raise ConfigError(f"GPUS={words}: write how many of which GPU, such as GPUS=2xH200")
     gpus = tuple(replace(gpu, index=index) for index in range(count))
-    return Hardware("cuda", gpus, cpu_count(), count * gpu.total_bytes + MORE_RAM)
+    card = card_of([gpu.name])
+    is_unified = card is not None and card.is_unified
+    ram_bytes = 0 if is_unified else count * gpu.total_bytes + MORE_RAM
+    return Hardware("cuda", gpus, cpu_count(), ram_bytes)
+
+
+def _refuse_others(words: str, readings: Sequence[tuple[int, str]]) -> None:
+    """Raise ConfigError for a GPU of a maker whose GPUs are not supported."""
+    keys = [_card_key(word) for _, word in readings]
+    for names, (gpus, instead) in OTHERS.items():
+        if any(re.match(names, key) for key in keys):
+            raise ConfigError(
+                f"GPUS={words}: {gpus} are not supported. {instead}. For SFT-Play, rent an NVIDIA "
+                "GPU, such as GPUS=1xH100; `make train DEVICE=cpu` trains small models anywhere"
+            )
 
 
 def _readings(words: str) -> list[tuple[int, str]]:
@@ -150,7 +199,10 @@ def _gpu(word: str) -> Gpu | None:
 def _card_key(word: str) -> str:
     """Return a card's name as CARDS spells it: `RTX 4090` is 4090, `RTX 6000 Ada` is 6000-ADA."""
     name = re.sub(r"[\s_]+", "-", word.upper())
-    return re.sub(r"^(?:NVIDIA|GEFORCE|TESLA|RTX|-)+", "", name).removesuffix("GB")
+    name = re.sub(r"^(?:NVIDIA|GEFORCE|TESLA|RTX|-)+", "", name).removesuffix("GB")
+    name = re.sub(r"-BLACKWELL|-WORKSTATION|-EDITION", "", name)
+    name = re.sub(r"(?<=[0-9])TI$", "-TI", name)
+    return ALSO_NAMED.get(name, name)
 
 
 def _card_hint(count: int, word: str) -> str:

@@ -26,6 +26,8 @@ from sft_play.runs.model_folder import read_object
 # keys of config.json next to a language model's sizes if the model also has encoders
 ENCODERS = ("vision_config", "audio_config", "speech_config")
 KNOWN = Path(__file__).parent / "known_models.json"
+UNSLOTH_COPY = re.compile(r"unsloth/(?P<model>.+?)(?P<in_4_bits>(-unsloth)?-bnb-4bit)?")
+IN_4_BITS = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 ModelConfigJson = Mapping[str, Any]  # a transformers config.json
 COUNT = re.compile(r"(layer|block|head|expert)s?$")  # of modules, which are built one by one
 MAX_COUNT = 4096
@@ -159,24 +161,37 @@ def load_model_config(
 
 
 def known_model(name: str) -> ModelFacts | None:
-    """Return a well-known model by its name in any case, None for any other and for a folder."""
+    """Return a well-known model by its name in any case, None for any other and for a folder.
+
+    `unsloth/NAME` is NAME of its publisher, and `-bnb-4bit` behind it means stored in 4 bits.
+    """
     if Path(name).is_dir():
         return None
-    for known, model in known_models().items():
-        if known.lower() == name.lower():
-            return model
-    return None
+    models = {known.lower(): model for known, model in known_models().items()}
+    if found := models.get(name.lower()):
+        return found
+    copied = UNSLOTH_COPY.fullmatch(name.lower())
+    if copied is None:
+        return None
+    names = (known for known in models if known.rpartition("/")[2] == copied["model"])
+    found = models.get(next(names, ""))
+    if found is None or not copied["in_4_bits"]:
+        return found
+    return found._replace(config={**found.config, "quantization_config": IN_4_BITS})
 
 
 @cache
 def known_models() -> dict[str, ModelFacts]:
     """Return all well-known models by name.
 
-    The file has each shape once; models of the same shape are its list `also`.
+    The file has each shape once; models of the same shape are its list `also`. `source` is where
+    the sizes were read, and `published` the billions of weights that its maker names.
     """
     models: dict[str, ModelFacts] = {}
     for name, config in json.loads(KNOWN.read_text(encoding="utf-8")).items():
         others = config.pop("also", [])
+        for key in ("source", "published"):
+            config.pop(key, None)
         counted = config.pop("structure", None)
         structure = None if counted is None else structure_from_json(counted)
         models.update(dict.fromkeys([name, *others], ModelFacts(name, config, structure)))
