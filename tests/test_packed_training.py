@@ -179,20 +179,6 @@ def key_value_cache(batch: Batch) -> Batch:
     return batch.with_inputs({"use_cache": True})
 
 
-def first_tokens_predicted(batch: Batch) -> Batch:
-    starts = batch.inputs["position_ids"] == 0
-    return dataclasses.replace(batch, labels=torch.where(starts, batch.ids, batch.labels))
-
-
-@pytest.mark.parametrize(
-    "change", [all_ones_mask, positions_that_run_on, key_value_cache, first_tokens_predicted]
-)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_whatever_joins_documents_shows_in_the_gradients(attention, change):
-    model = llama(attention)
-    assert gap(step(model, packed=False), step(model, packed=True, change=change)) > 1e-2
-
-
 def test_a_packed_step_over_a_4_bit_base_is_the_padded_one(tmp_path):
     llama().save_pretrained(tmp_path)
     quantisation = BitsAndBytesConfig(
