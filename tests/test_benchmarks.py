@@ -20,7 +20,6 @@ from benchmarks.machine import ROOT, Machine
 from benchmarks.planner.figures import SWEEPS
 from benchmarks.planner.report import markdown as planner_page
 from benchmarks.planner.runs import find_faults, read_figures
-from benchmarks.planner.search import find_largest
 from benchmarks.processes import Ended, clean_environment, run_limited
 from benchmarks.promised_hardware import cases_of
 from benchmarks.results import Result, Results
@@ -213,14 +212,6 @@ def test_a_refusal_counts_only_for_what_cannot_fit_and_a_peak_must_be_measured()
     case = Case(WORKLOADS["14b-lora"], OURS)
     done = Result(*case.key, losses=[LoggedLoss(6, 2.5)], figures={"least_grad_norm": 1.0})
     assert find_faults(case, done, found) == ["its peak was not measured"]
-
-
-def test_the_largest_size_that_fits_is_found_from_below_and_from_above() -> None:
-    for limit, start in ((200, 39_000), (39_000, 200), (5_000, 5_000)):
-        found = find_largest(lambda size: size <= limit, start, most=65_536, precision=0.015)  # noqa: B023
-        assert found <= limit < found + max(128, 0.015 * limit) * 1.02 + 1
-    assert find_largest(lambda size: True, start=1000, most=5000) == 5000
-    assert find_largest(lambda size: False, start=1000, most=5000) == 0
 
 
 # Results and pages

@@ -335,18 +335,13 @@ def test_the_check_runs_without_dropout_and_leaves_the_model_as_it_was():
     model = llama(is_lora=True, dropout=0.5)
     frozen = next(module for module in model.modules() if isinstance(module, torch.nn.Embedding))
     frozen.eval()
-    modes, weights = (
-        [module.training for module in model.modules()],
-        copy.deepcopy(model.state_dict()),
-    )
+    modes = [module.training for module in model.modules()]
+    weights = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
     found = measure_cross_document(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
     assert found.seen == 0 and found.holds
-    assert (
-        modes == [module.training for module in model.modules()]
-        and True in modes
-        and False in modes
-    )
+    assert modes == [module.training for module in model.modules()]
+    assert True in modes and False in modes
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state()), "the steps draw what they would have drawn"
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -152,9 +152,7 @@ def test_a_cut_model_has_the_bytes_of_the_whole_one(model_type, changes, tmp_pat
 
 def plan_of(folder: Path, *settings: str) -> PlannedRun:
     cache = f"data.cache_dir={folder / 'cache'}"
-    words = (f"model.name={folder}", "model.max_seq_len=64", cache, *settings)
-    loaded = load(EMPTY, {}, words)
-    return resolve(loaded, invocation.read({}), parse("1xH200"), {}, True, False)
+    return plan_of_known(str(folder), cache, *settings)
 
 
 @pytest.fixture
