@@ -10,12 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import inputs, ours, report
-from benchmarks.inputs import TINY, fixed_rows
+from benchmarks import ours, report
 from benchmarks.machine import ROOT, Machine
 from benchmarks.planner.figures import SWEEPS
 from benchmarks.planner.report import markdown as planner_page
@@ -35,17 +33,6 @@ from sft_play.runs.report import LoggedLoss, PeakBytes, RunReport
 GIB = 2**30
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = ARMS["ours-bnb"]
-
-
-def rendered_lengths(path: Path) -> list[int]:
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [inputs._count_tokens(tokenizer, row) for row in rows]
-
-
-def test_rows_of_a_fixed_length_have_it_to_the_token(tmp_path: Path) -> None:
-    fixed_rows(tmp_path / "rows.jsonl", tokens=100, rows=8)
-    assert rendered_lengths(tmp_path / "rows.jsonl") == [100] * 8
 
 
 # When a speed counts

@@ -116,7 +116,6 @@ def test_a_place_that_cannot_be_is_refused(environ, message):
     ("environ", "variables"),
     [
         (TORCHRUN, {"NUM_GPUS": "2"}),
-        (ACCELERATE, {"NUM_GPUS": "2"}),
         (ACCELERATE_DEEPSPEED, {"NUM_GPUS": "2", "DEEPSPEED_CONFIG": "mine.json"}),
         ({**ACCELERATE, "ACCELERATE_USE_FSDP": "true"},
          {"NUM_GPUS": "2", "TRAIN_STRATEGY": "fsdp"}),

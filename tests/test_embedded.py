@@ -65,19 +65,6 @@ def test_splits_share_no_source_no_prompt_and_no_full_name(
         assert not [name for name in names if name in held_out and name in trained]
 
 
-def test_every_split_holds_every_kind_and_enough_turns(
-    splits: dict[str, list[task.Conversation]],
-) -> None:
-    kinds = {conversation.kind for conversation in splits["train"]}
-    assert len(kinds) >= 8
-    assert len(splits["train"]) >= 1000 and len(splits["val"]) == len(splits["test"]) == 100
-    for split in SPLITS:
-        assert {conversation.kind for conversation in splits[split]} == kinds
-        longer = sum(len(conversation.turns) > 1 for conversation in splits[split])
-        assert longer >= 0.25 * len(splits[split])
-        assert any(conversation.system for conversation in splits[split])
-
-
 def test_every_conversation_renders_with_its_prompt_as_a_prefix(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:

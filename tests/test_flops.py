@@ -29,10 +29,6 @@ def test_a_row_of_2048_tokens_costs_an_8b_with_lora_what_the_arithmetic_says() -
     assert per_token == pytest.approx(linears + attention)
 
 
-def test_documents_apart_cost_less_than_one_text_of_their_length() -> None:
-    assert step_flops(TOY, None, [8, 8], labelled=16) < step_flops(TOY, None, [16], labelled=16)
-
-
 def test_tokens_without_a_label_cost_no_head() -> None:
     difference = step_flops(TOY, None, [16], labelled=16) - step_flops(TOY, None, [16], labelled=6)
     assert difference == 6 * 10 * TOY.vocab * TOY.hidden

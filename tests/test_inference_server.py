@@ -50,7 +50,6 @@ def change(path: Path, **values: object) -> None:
 # Change of ASKED, status, words of the error
 REFUSED = (
     ({"messages": []}, 400, "messages"),
-    ({"messages": None}, 400, "messages: Field required"),
     ({"messages": [{"role": "user"}]}, 400, "messages.0: .content is null"),
     (said("x", "wizard"), 400, "role 'wizard'"),
     (said("x", "tool"), 400, "the chat template refuses"),

@@ -102,6 +102,7 @@ def test_few_rows_are_seen_more_often(rows, epochs):
     [
         ((100,) * 10, None, 512),  # never shorter
         ((700,) * 995 + (5000,) * 5, None, 5120),  # five rows hold 3.5 % of the tokens
+        ((1100,) * 999 + (5000,), None, 1152),
         ((1100,) * 999 + (1300,), None, 1408),  # hardly longer: none is left out
         ((6000,) * 10, 4096, 4096),
         ((100,) * 10, 256, 256),

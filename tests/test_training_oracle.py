@@ -337,11 +337,6 @@ def test_each_schedule_and_optimizer_steps_as_the_oracle(workshop):
     check(workshop, SAMPLE, ranks=1)
 
 
-@pytest.mark.long
-def test_two_ranks_step_as_the_oracle(workshop):
-    check(workshop, [("cosine", "adamw_torch_fused")], ranks=2)
-
-
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_weight_decay_is_that_of_transformers_but_for_norms_that_it_misses(model_type):
     with torch.device("meta"):
