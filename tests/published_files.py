@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
@@ -58,11 +57,8 @@ TEMPLATE = """\
 """
 
 
-def write_weights(model: PreTrainedModel, folder: Path, shard_bytes: int | None = None) -> None:
-    """Write the weights under their published names, and both configs.
-
-    A file of weights holds at most `shard_bytes`; None writes one file.
-    """
+def write_weights(model: PreTrainedModel, folder: Path) -> None:
+    """Write the weights under their published names, and both configs."""
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     model_type = model.config.model_type
     if model_type in STACKED_EXPERTS:
@@ -78,7 +74,7 @@ def write_weights(model: PreTrainedModel, folder: Path, shard_bytes: int | None 
             tensors[name] = tensors[name].transpose(1, 2).contiguous()
     if model_type in SEVERAL_TOKENS:
         tensors |= _several_tokens(tensors, model.config.get_text_config())
-    save_torch_state_dict(tensors, folder, max_shard_size=shard_bytes or "1GB")
+    save_file(tensors, path, metadata={"format": "pt"})
     if model_type in FLAT_CONFIG:
         _flatten_config(folder / "config.json")
     if model_type == "qwen2_5_omni":  # its class does not open a folder without voices

@@ -135,12 +135,8 @@ def write_published(
     sizes: Sizes = TINY,
     text_type: str | None = None,
     dtype: torch.dtype = torch.float32,
-    shard_bytes: int | None = None,
 ) -> Path:
-    """Write a tiny checkpoint as its repository has it: weights, configs, tokenizer, processor.
-
-    A file of weights holds at most `shard_bytes`; None writes one file.
-    """
+    """Write a tiny checkpoint as its repository has it: weights, configs, tokenizer, processor."""
     model = published_model(model_type, sizes, text_type)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():  # not the complex angles of Llama 4's encoder
@@ -149,7 +145,7 @@ def write_published(
         model.generation_config.bos_token_id = None
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    write_weights(model, folder, shard_bytes)
+    write_weights(model, folder)
     tokenizer.save_pretrained(folder)
     write_processor(model.config.model_type, folder)
     return folder

@@ -19,7 +19,6 @@ from architecture_steps import (
     without_gradient,
 )
 from architecture_table import PAGE
-from marks import long
 from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_model
 
 from sft_play.data.collate import PackCollator
@@ -130,16 +129,10 @@ def experts_of(model: Any) -> list[Any]:
 
 MUTANTS = [
     ("gemma3", offset_of_norms_forgotten),
-    long("qwen3_next", offset_of_norms_forgotten),
     ("mistral", windows_forgotten),
-    long("gpt_oss", windows_forgotten),
     ("llama", documents_joined),
     ("qwen3_5", documents_joined),
-    long("lfm2", documents_joined),
-    long("bamba", documents_joined),
-    long("qwen3_moe", experts_unscaled),
     ("gpt_oss", experts_unscaled),
-    long("qwen3_moe", first_expert_dead),
     ("mixtral", first_expert_dead),
 ]
 

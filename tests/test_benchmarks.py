@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,26 +10,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import inputs, ours, report, scaling
-from benchmarks.inputs import TINY, fixed_rows
+from benchmarks import ours, report
 from benchmarks.machine import ROOT, Machine
 from benchmarks.planner.figures import SWEEPS
 from benchmarks.planner.report import markdown as planner_page
 from benchmarks.planner.runs import find_faults, read_figures
-from benchmarks.planner.search import find_largest
 from benchmarks.processes import Ended, clean_environment, run_limited
 from benchmarks.promised_hardware import cases_of
 from benchmarks.results import Result, Results
-from benchmarks.samples import Inputs, Samples, TokenCount, make_inputs
+from benchmarks.samples import Inputs, TokenCount
 from benchmarks.verdict import check_run, deviation, window_means
-from benchmarks.workloads import ARMS, WORKLOADS, BaseModel, Case, find_workload
+from benchmarks.workloads import ARMS, WORKLOADS, Case
 from sft_play.commands import call as calls
-from sft_play.data.order import steps
 from sft_play.plan.memory import PHASES
 from sft_play.plan.step import Layout
 from sft_play.runs.metrics import MetricsLine
@@ -39,45 +33,6 @@ from sft_play.runs.report import LoggedLoss, PeakBytes, RunReport
 GIB = 2**30
 RESULTS = ROOT / "benchmarks" / "results"
 OURS = ARMS["ours-bnb"]
-
-
-def rendered_lengths(path: Path) -> list[int]:
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [inputs._count_tokens(tokenizer, row) for row in rows]
-
-
-def test_rows_of_a_fixed_length_have_it_to_the_token(tmp_path: Path) -> None:
-    fixed_rows(tmp_path / "rows.jsonl", tokens=100, rows=8)
-    assert rendered_lengths(tmp_path / "rows.jsonl") == [100] * 8
-
-
-def test_our_shuffle_draws_the_rows_in_the_order_of_the_other_programs(tmp_path: Path) -> None:
-    workload = WORKLOADS["toy-ragged"]
-    made = make_inputs(workload, 4, tmp_path)
-    rows = made.rows.read_text(encoding="utf-8").splitlines()
-    order = steps(len(rows), workload.rows_per_step, seed=42, epoch=0)
-    in_order = tmp_path / "in-order.jsonl"
-    in_order.write_text("\n".join(rows[place] for step in order for place in step))
-    samples = Samples.read(made.samples)
-    assert samples.lengths.tolist() == rendered_lengths(in_order)
-    assert sum(step.real for step in samples.step_tokens(8)) == samples.lengths.sum()
-
-
-@pytest.mark.parametrize("in_mxfp4", [False, True])
-def test_a_random_model_repeats_its_layers_and_loads(tmp_path, monkeypatch, in_mxfp4) -> None:
-    def tiny(shape: str, layers: int | None = None, as_published: bool = False) -> dict:
-        sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "vocab_size": 2048}
-        counts = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-        return {"model_type": "gpt_oss", "num_hidden_layers": layers or 5, **sizes, **counts}
-
-    monkeypatch.setattr(inputs, "model_settings", tiny)
-    inputs.random_model(BaseModel(shape="gpt-oss", in_mxfp4=in_mxfp4), tmp_path)
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(info.values())
-    weights = [layer.mlp.experts.down_proj for layer in model.model.layers]
-    assert torch.equal(weights[4], weights[0]) and torch.equal(weights[3], weights[1])
-    assert not torch.equal(weights[0], weights[1]) and weights[0].float().std() > 0.01
 
 
 # When a speed counts
@@ -184,16 +139,6 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children(tmp_path: Path
 # Several GPUs
 
 
-def test_cases_on_several_gpus_follow_those_that_give_their_loss_and_their_speed(monkeypatch):
-    words = ["--works", "8b-lora-2048", "--gpus", "1", "2", "--strategies", "ddp"]
-    monkeypatch.setattr(sys, "argv", ["scaling", *words])
-    cases = scaling.choose_cases(scaling.parse_arguments(), 2)
-    found = [(case.workload.rows_per_step, case.arm.name, case.gpus) for case in cases]
-    one = [(4, "ours-bnb", 1), (4, "unsloth-best", 1), (8, "ours-bnb", 1)]
-    two = [(rows, arm, 2) for rows in (8, 4) for arm in ("ours-bnb", "unsloth-best")]
-    assert sorted(found[:3]) == one and found[3:] == two
-
-
 def test_a_speed_up_is_over_one_gpu_with_its_own_rows_and_only_of_speeds_that_count() -> None:
     weak = Result("8b-lora-2048-times-2", "ours-bnb", 2, "ddp", tokens_per_second=19_600.0)
     one = Result("8b-lora-2048", "ours-bnb", tokens_per_second=10_000.0)
@@ -256,14 +201,6 @@ def test_a_refusal_counts_only_for_what_cannot_fit_and_a_peak_must_be_measured()
     assert find_faults(case, done, found) == ["its peak was not measured"]
 
 
-def test_the_largest_size_that_fits_is_found_from_below_and_from_above() -> None:
-    for limit, start in ((200, 39_000), (39_000, 200), (5_000, 5_000)):
-        found = find_largest(lambda size: size <= limit, start, most=65_536, precision=0.015)  # noqa: B023
-        assert found <= limit < found + max(128, 0.015 * limit) * 1.02 + 1
-    assert find_largest(lambda size: True, start=1000, most=5000) == 5000
-    assert find_largest(lambda size: False, start=1000, most=5000) == 0
-
-
 # Results and pages
 
 
@@ -318,26 +255,3 @@ def test_the_planner_reads_runs_and_a_sweep_meets_real_out_of_memory_errors(tmp_
     held, _ = results.find("sweep-toy", "ours-bnb").figures["budgets"]
     assert {*held["choices"]} == {"plan", "probe"}
     assert 0 < held["largest"][0]["true"] < 2 * SWEEPS["sweep-toy"].most_tokens
-
-
-@pytest.mark.long
-def test_a_benchmark_that_is_stopped_leaves_no_arm_behind(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.speed", "--toy", "--works", "toy-fixed"]
-    command += ["--folder", str(tmp_path), "--results", str(tmp_path / "toy.json")]
-    job = tmp_path / "toy-fixed-10" / "reference" / "job.json"
-
-    def arms() -> list[psutil.Process]:
-        every = psutil.process_iter(["cmdline"])
-        return [each for each in every if str(job) in (each.info["cmdline"] or [])]
-
-    running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    while running.poll() is None and not (job.exists() and arms()):
-        time.sleep(0.1)
-    running.terminate()
-    assert running.wait(30) == 128 + signal.SIGTERM
-    assert not arms()
-
-
-def test_a_workload_with_more_rows_is_found_by_its_name() -> None:
-    workload = WORKLOADS["8b-lora-2048"].scaled(4)
-    assert workload.rows_per_step == 16 and find_workload(workload.name) == workload

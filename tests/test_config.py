@@ -11,7 +11,7 @@ import pytest
 
 from sft_play.config import on_resume, present, reference
 from sft_play.config.layers import displayed
-from sft_play.config.loader import BASE, CONFIGS, LoadedConfig, environment, load
+from sft_play.config.loader import CONFIGS, LoadedConfig, environment, load
 from sft_play.config.schema import Config, SourceSection, env_name, settings
 from sft_play.config.yaml_source import Located, read_mapping
 from sft_play.errors import ConfigError
@@ -62,13 +62,6 @@ def test_changed_settings_are_in_a_copy():
     assert (changed.train.logging_steps, changed.tuning.lora.r) == (7, 4)
     assert (config.train.logging_steps, config.tuning.lora.r) == ("auto", 16)
     assert changed.changed({"train": config.train, "tuning.lora": config.tuning.lora}) == config
-
-
-def test_the_base_config_lies_under_every_file(folder):
-    (folder / "a.yaml").write_text("train:\n  epochs: 2\n")
-    loaded = load("a.yaml")
-    assert loaded.origin["tuning.mode"].startswith(f"{displayed(BASE)}:")
-    assert loaded.config.train.epochs == 2
 
 
 def test_a_preset_is_found_by_its_name_from_any_folder(folder):
@@ -124,26 +117,18 @@ def source(path: str, weight: float) -> SourceSection:
     ("text", "path", "wanted"),
     [
         ("train: {learning_rate: 2e-4}", "train.learning_rate", 2e-4),
-        ("train: {learning_rate: 1E-4}", "train.learning_rate", 1e-4),
-        ("train: {learning_rate: .5}", "train.learning_rate", 0.5),
         ("train: {batch_size: 010}", "train.batch_size", 10),
         ("train: {batch_size: '4'}", "train.batch_size", 4),
         ("train: {max_steps: 1e3}", "train.max_steps", 1000),
         ("train: {bf16: no}", "train.bf16", False),
-        ("train: {bf16: off}", "train.bf16", False),
-        ("train: {bf16: yes}", "train.bf16", True),
         ("train: {eval_strategy: no}", "train.eval_strategy", "no"),
         ("train: {eval_strategy: false}", "train.eval_strategy", "no"),
         ("train: {run_name: 2024-01-01}", "train.run_name", "2024-01-01"),
-        ("train: {run_name: yes}", "train.run_name", "yes"),
         ('model: {revision: "4"}', "model.revision", "4"),
         ("model: {revision: null}", "model.revision", None),
-        ("model: {revision: }", "model.revision", None),
         ("train:", "train.seed", 42),
-        ("train: ~\nmodel:\n", "train.seed", 42),
         ("include:\ntrain: {seed: 1}", "train.seed", 1),
         ("", "train.seed", 42),
-        ("# only a comment\n", "train.seed", 42),
         ("\ufefftrain: {seed: 1}", "train.seed", 1),
         ("train:\r\n  seed: 1\r\n  epochs: 2\r\n", "train.epochs", 2.0),
         ("train:\n  <<: [{seed: 1}, {seed: 2}]\n", "train.seed", 1),
@@ -175,29 +160,21 @@ def test_yaml_means_what_it_says(folder, text, path, wanted):
 @pytest.mark.parametrize(
     ("name", "text", "wanted"),
     [
-        ("TRAIN_BATCH_SIZE", "1", 1),
         ("TRAIN_BATCH_SIZE", "auto", "auto"),
         ("TRAIN_BATCH_SIZE", " 4 ", 4),
         ("TRAIN_BATCH_SIZE", "010", 10),
         ("TRAIN_LEARNING_RATE", "1e-4", 1e-4),
-        ("TRAIN_DATALOADER_NUM_WORKERS", "8", 8),
         ("TRAIN_DATALOADER_PIN_MEMORY", "true", True),
         ("TRAIN_GRADIENT_CHECKPOINTING", "false", False),
-        ("TRAIN_GRADIENT_CHECKPOINTING", "False", False),
         ("TRAIN_GRADIENT_CHECKPOINTING", "0", False),
         ("TRAIN_EVAL_STRATEGY", "no", "no"),
         ("TRAIN_MAX_STEPS", "null", None),
         ("TRAIN_MAX_STEPS", "", None),
-        ("TRAIN_MAX_STEPS", "  ", None),
         ("TRAIN_RUN_NAME", "2024", "2024"),
         ("MODEL_REVISION", "1.10", "1.10"),
-        ("MODEL_REVISION", "1e5", "1e5"),
         ("MODEL_REVISION", "none", None),
-        ("MODEL_NAME", "true", "true"),
         ("MODEL_NAME", "null", "null"),
         ("MODEL_NAME", "a: b # c", "a: b # c"),
-        ("MODEL_MAX_SEQ_LEN", "1024", 1024),
-        ("TUNING_LORA_R", "32", 32),
         ("TUNING_LORA_TARGET_MODULES", "all-linear", "all-linear"),
         ("TUNING_LORA_TARGET_MODULES", "q_proj", ["q_proj"]),
         ("TUNING_LORA_TARGET_MODULES", "q_proj, v_proj,", ["q_proj", "v_proj"]),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sft_play.config import deepspeed, rules, yaml_source
+from sft_play.config import rules, yaml_source
 from sft_play.config.loader import LoadedConfig, load, nested
 from sft_play.config.schema import Config, is_structured, kinds
 from sft_play.config.schema import settings as settings_of
@@ -184,37 +184,3 @@ def test_truncated_yaml_is_refused_with_a_sentence_or_read(tmp_path, seed):
         reloaded(tmp_path / "a.yaml", broken)
     except ConfigError as error:
         assert "a.yaml:" in str(error) or "(built-in" in str(error)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_resolved_json_adds_up_and_resolves_to_itself(seed):
-    dice = random.Random(seed)
-    stage = dice.randint(0, 3)
-    bf16 = dice.random() < 0.5
-    run = deepspeed.DeepSpeedRun(
-        micro_batch=dice.randint(1, 64),
-        grad_accum=dice.randint(1, 64),
-        world_size=dice.randint(1, 64),
-        bf16=bf16,
-        fp16=not bf16 and dice.random() < 0.5,
-        max_grad_norm=dice.choice([0.0, 1.0]),
-    )
-    optional = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": run.grad_accum,
-        "gradient_clipping": "auto",
-        "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto", "loss_scale": 0},
-        "zero_optimization": {
-            "stage": stage,
-            "cpu_offload": stage > 0,
-            "reduce_bucket_size": "auto",
-        },
-    }
-    raw = {key: value for key, value in optional.items() if dice.random() < 0.7}
-    resolved = deepspeed.resolve(raw, run)
-    assert resolved["train_batch_size"] == run.micro_batch * run.grad_accum * run.world_size
-    assert "auto" not in json.dumps(resolved)
-    assert deepspeed.resolve(resolved, run) == resolved
-    assert deepspeed.offloads(resolved) == deepspeed.offloads(raw)

@@ -263,16 +263,6 @@ def test_a_system_prompt_changes_what_is_trained(built, tokenizer):
     assert "Ours." in texts["replace"] and "Own." not in texts["replace"]
 
 
-def test_train_on_last_leaves_earlier_answers_as_context(built, tokenizer):
-    asked = {"prompt": "b?", "completion": "two", "history": [["a?", "one"]]}
-    both, last = (
-        built([asked], val=numbered(1, 50), train_on=which).train[0] for which in ("all", "last")
-    )
-    assert tokenizer.decode(both.labels[both.labels >= 0]) == "one<|end|>two<|end|>"
-    assert tokenizer.decode(last.labels[last.labels >= 0]) == "two<|end|>"
-    assert last.answer_start == both.answer_start == np.flatnonzero(last.labels >= 0)[0]
-
-
 # What was tokenized is found again
 
 

@@ -14,7 +14,10 @@ HOSTILE = (
 
 def test_a_row_with_markup_is_inert(tokenizer):
     sequence = shown(tokenizer, HOSTILE, HOSTILE, place=f"/tmp/{HOSTILE}.jsonl:1", note=HOSTILE)
-    found = Page(render_page({"config": HOSTILE}, LEDGER, [sequence]))
+    page = render_page({"config": HOSTILE}, LEDGER, [sequence])
+    assert "default-src 'none'" in page and "prefers-color-scheme: dark" in page
+    assert not any(word in page for word in ("http:", "https:", "url(", "@import"))
+    found = Page(page)
     allowed_tags = "html meta title style h1 h2 h3 p section div pre i u mark".split()
     allowed_tags += "table thead tbody tr th td".split()
     assert {tag for tag, _ in found.tags} <= set(allowed_tags)
@@ -29,15 +32,6 @@ def test_text_of_the_page_is_that_of_the_sample(tokenizer, text):
     found = Page(render_page({}, LEDGER, [shown(tokenizer, text, text)]))
     assert found.pre == f"<|user|>{text}<|assistant|>{text}<|end|>"
     assert found.marked == f"{text}<|end|>"
-
-
-def test_the_page_loads_nothing(tokenizer):
-    text = render_page({"model": "m"}, LEDGER, [shown(tokenizer, "a", "b")])
-    assert not any(
-        word in text for word in ("http:", "https:", "url(", "@import", "<script", "<link", "src=")
-    )
-    assert "default-src 'none'" in text
-    assert "prefers-color-scheme: dark" in text
 
 
 def test_the_pointer_shows_place_and_ids_of_every_token(tokenizer):

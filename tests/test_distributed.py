@@ -19,7 +19,7 @@ import torch
 from make_runs import QUIET, Launched
 from marks import long
 from rank_processes import SECONDS, start_rank, train_on_two, wait_for, work
-from run_files import run_json
+from run_files import run_json, variables_of
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -233,10 +233,7 @@ def test_the_losses_of_the_ranks_weighted_by_their_tokens_are_the_logged_loss(pa
 def test_two_processes_of_a_bare_torchrun_train_as_one(settings_of, taught_base, alone, tmp_path):
     """`torchrun scripts/train.py`, without make; the settings are variables of the shell."""
     settings = settings_of({**STEPS, "model.name": taught_base, "train.grad_accum": 2})
-    environ = {
-        name.upper().replace(".", "_"): "null" if value is None else str(value)
-        for name, value in {**settings, "train.output_dir": tmp_path}.items()
-    }
+    environ = variables_of({**settings, "train.output_dir": tmp_path})
     script = (str(ROOT / "scripts" / "train.py"), "--config", "tests/fixtures/empty.yaml")
     torchrun(*script, "--set", "train.run_name=bare", CUDA_VISIBLE_DEVICES="", **environ)
     folder = RunFolder(tmp_path / "bare")

@@ -70,8 +70,6 @@ GPU_TEST = "tests/test_gpu.py::test_two_gpus_train_together"
     ("changes", "problem"),
     [
         ({"shown_by": ["tests/test_docs_pages.py::test_none"]}, "there is no tests/test_docs"),
-        ({"shown_by": ["docs/none.md"]}, "there is no docs/none.md"),
-        ({"shown_by": []}, "no test shows it"),
         ({"shown_by": [GPU_TEST, "docs/planner.md"]}, "no test shows it"),
         ({"state": "cpu"}, "no note says why"),
         ({"row": 2}, "the rows are not 1 to 137"),

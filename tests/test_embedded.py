@@ -1,11 +1,10 @@
-"""The tiny base: its files are what the generator makes, its answers are right, its model learned."""
+"""The tiny base: its files are what the generator makes, its model learned."""
 
 from __future__ import annotations
 
 import ast
 import json
 import math
-import random
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tools.embedded import __main__ as program
 from tools.embedded import corpus, model, task, town
 from tools.embedded.model import CHAT_TEMPLATE, PretrainConfig, encode_documents
-from tools.embedded.town import KINDS, WORDS, Date
+from tools.embedded.town import WORDS
 
 DATA = Path(__file__).resolve().parent.parent / "data"
 MODEL = DATA / "tiny_llama"
@@ -64,19 +63,6 @@ def test_splits_share_no_source_no_prompt_and_no_full_name(
     for split in ("val", "test"):
         held_out = " ".join(message["content"] for row in read_rows(split) for message in row)
         assert not [name for name in names if name in held_out and name in trained]
-
-
-def test_every_split_holds_every_kind_and_enough_turns(
-    splits: dict[str, list[task.Conversation]],
-) -> None:
-    kinds = {conversation.kind for conversation in splits["train"]}
-    assert len(kinds) >= 8
-    assert len(splits["train"]) >= 1000 and len(splits["val"]) == len(splits["test"]) == 100
-    for split in SPLITS:
-        assert {conversation.kind for conversation in splits[split]} == kinds
-        longer = sum(len(conversation.turns) > 1 for conversation in splits[split])
-        assert longer >= 0.25 * len(splits[split])
-        assert any(conversation.system for conversation in splits[split])
 
 
 def test_every_conversation_renders_with_its_prompt_as_a_prefix(
@@ -145,29 +131,6 @@ def test_no_document_holds_a_role_marker_or_an_empty_line() -> None:
     assert "<|" not in text
     assert "\n\n\n" not in text
     assert len(corpus.split_documents(text)) > 1000
-
-
-def test_answers_follow_from_the_facts() -> None:
-    pair = town.tell_event_pair([("the fair", Date(6, 17)), ("the race", Date(3, 4))])
-    assert pair["answer"] == "The race on 4 March comes first."
-    rng = random.Random(1)
-    guests = town.draw_guests(rng, 3)
-    for name in guests.keys:
-        _, answer = guests.ask(name, rng)
-        is_guest = name in guests.passage
-        assert (
-            answer
-            == f"{'Yes' if is_guest else 'No'}, {name} is {'' if is_guest else 'not '}on the list."
-        )
-    things = [town.count_noun(*thing) for thing in ((1, "mug"), (3, "shelf"), (2, "box"))]
-    assert town.join_words(things) == "a mug, three shelves and two boxes"
-    values = {"reader": "Ada Bell", "book": "The Quiet Harbour", "date": "4 March"}
-    (kind,) = [kind for kind in KINDS if kind.name == "loan"]
-    loan = town.Record(kind, values)
-    assert loan.as_json(["date", "reader"]) == '{"date": "4 March", "reader": "Ada Bell"}'
-    changed = loan.change(rng)
-    assert changed.answer("date") == f"The book is due on {changed.values['date']}."
-    assert changed.values["date"] != "4 March"
 
 
 def test_the_package_imports_nothing_of_sft_play() -> None:

@@ -100,11 +100,3 @@ def test_adapters_in_the_dtype_of_products_are_not_copied():
             parameter.data = parameter.data.bfloat16()
     copy_adapters_at_once(model, torch.bfloat16)
     assert not hooks_of(model)
-
-
-def test_these_tests_see_copies_that_are_not_refreshed(monkeypatch):
-    monkeypatch.setattr(AdapterCopies, "__call__", lambda *_: None)
-    with_copies = a_model()
-    copy_adapters_at_once(with_copies, torch.bfloat16)
-    pairs = zip(gradients(with_copies, 2), gradients(a_model(), 2), strict=True)
-    assert any(not torch.equal(one, other) for one, other in pairs)

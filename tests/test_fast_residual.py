@@ -6,7 +6,6 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from sft_play.models.fast.norms import residual
 from sft_play.models.fast.norms.residual import NormKind, add_norm
 
 EPSILON = 1e-5
@@ -45,21 +44,6 @@ def gap(name: str, adds: bool) -> float:
 @pytest.mark.parametrize("name", KINDS)
 def test_joined_is_apart(name, adds):
     assert gap(name, adds) <= SAME
-
-
-@pytest.mark.parametrize("mutant", ["stream's gradient", "mean", "offset"])
-def test_the_comparison_sees_what_is_wrong(mutant, monkeypatch):
-    backward = residual.Reference.backward
-
-    def broken(dy, ds, s, weight, inverse, kind):
-        if mutant == "stream's gradient":
-            return backward(dy, torch.zeros_like(ds), s, weight, inverse, kind)
-        if mutant == "mean":
-            return backward(dy, ds, torch.zeros_like(s), weight, inverse, kind)
-        return backward(dy, ds, s, weight, inverse, LLAMA)
-
-    monkeypatch.setattr(residual.Reference, "backward", staticmethod(broken))
-    assert gap("gemma", adds=True) > 1e-3
 
 
 def test_a_norm_that_is_trained_is_refused():

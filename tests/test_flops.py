@@ -27,11 +27,6 @@ def test_a_row_of_2048_tokens_costs_an_8b_with_lora_what_the_arithmetic_says() -
     per_token = step_flops(EIGHT, adapters, [2048], labelled=2048) / 2048
     linears, attention = 4 * (6_979_321_856 + 128256 * 4096) + 6 * 41_943_040, 6 * 32 * 4096 * 2049
     assert per_token == pytest.approx(linears + attention)
-    assert 31e9 < per_token < 34e9
-
-
-def test_documents_apart_cost_less_than_one_text_of_their_length() -> None:
-    assert step_flops(TOY, None, [8, 8], labelled=16) < step_flops(TOY, None, [16], labelled=16)
 
 
 def test_tokens_without_a_label_cost_no_head() -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from faults.front import PAYLOADS
 from front_end import Done, FrontEnd
-from marks import long
 from typer.testing import CliRunner
 
 from sft_play.cli import app
@@ -199,12 +198,6 @@ def test_bad_calls_exit_with_their_class_and_say_what_to_type(sft_play, tmp_path
         assert not output.exists() or os.listdir(output) == [], f"{environ} left something behind"
 
 
-BAD_ROWS = {
-    "cut off": ('{"question": "q", "answer": "a"}\n{"question": ', ":2: not valid JSON"),
-    "none": ("", ": no rows"),
-}
-
-
 def test_control_characters_of_names_are_made_visible(sft_play, tmp_path):
     """A terminal would obey them: colors, a bell, a line written over."""
     config = tmp_path / "a.yaml"
@@ -215,13 +208,12 @@ def test_control_characters_of_names_are_made_visible(sft_play, tmp_path):
 
 
 # tests/test_data_bad_files.py tells each kind; here it is what a command does
-@pytest.mark.parametrize("name", ["cut off", long("none")])
 def test_a_run_on_bad_rows_ends_before_anything_heavy_is_loaded_and_says_so_in_its_folder(
-    sft_play, tmp_path, name
+    sft_play, tmp_path
 ):
-    text, told = BAD_ROWS[name]
+    told = ":2: not valid JSON"
     path, output = tmp_path / "rows.jsonl", tmp_path / "outputs"
-    path.write_text(text)
+    path.write_text('{"question": "q", "answer": "a"}\n{"question": ')
     # where torch is loaded, the call ends with another code
     done = sft_play("train", DATA_TRAIN_PATH=str(path), TRAIN_OUTPUT_DIR=str(output), RUN="run")
     assert f"{path}{told}" in done.stderr and done.returncode == 11, done.stderr

@@ -160,10 +160,8 @@ def test_a_call_that_was_stopped_goes_on_and_drops_half_a_line(infer, tmp_path, 
 
 
 def test_prompts_come_from_conversations_texts_and_rows_with_answers(infer, tmp_path):
-    turns = [
-        {"role": "system", "content": "Count."},
-        {"role": "user", "content": "Count to 3."},
-    ]
+    texts = {"system": "Count.", "user": "Count to 3."}
+    turns = [{"role": role, "content": text} for role, text in texts.items()]
     records = [
         {"messages": turns},
         {"messages": [*turns, {"role": "assistant", "content": "1 2 3"}]},
@@ -176,11 +174,8 @@ def test_prompts_come_from_conversations_texts_and_rows_with_answers(infer, tmp_
     assert [line.get("expected") for line in found] == [None, "1 2 3", "1 2 3", None, None]
     assert found[0]["messages"] == found[1]["messages"] == turns
     assert found[0]["answer"] == found[1]["answer"]
-    assert [line.get("prompt") for line in found[2:]] == [
-        "Count to 3.",
-        "Count\n\nto 3.",
-        "Count to 3.",
-    ]
+    prompts = ["Count to 3.", "Count\n\nto 3.", "Count to 3."]
+    assert [line.get("prompt") for line in found[2:]] == prompts
     out = tmp_path / "lines.jsonl"
     assert infer("Count to 3.\n\nCount to 6.\n", "asked.txt", OUT=str(out)).exit_code == 0
     assert [line["answer"] for line in lines_of(out)] == [counted(3), counted(6)]

@@ -216,10 +216,16 @@ def naive_nll(logits: torch.Tensor, labels: torch.Tensor) -> tuple[float, int]:
     return nats, tokens
 
 
-def test_summed_nll_is_the_sum_over_labelled_tokens():
+def some_logits() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits (3, 9, 11) and labels (3, 9), of which some are ignored."""
     torch.manual_seed(1)
     logits, labels = torch.randn(3, 9, 11) * 5, torch.randint(0, 11, (3, 9))
     labels[torch.rand(3, 9) < 0.4] = IGNORE_INDEX
+    return logits, labels
+
+
+def test_summed_nll_is_the_sum_over_labelled_tokens():
+    logits, labels = some_logits()
     nats, tokens = naive_nll(logits, labels)
     assert len(labelled(labels).targets) == tokens
     assert summed_nll(logits, labels).item() == pytest.approx(
@@ -233,9 +239,7 @@ def test_summed_nll_is_the_sum_over_labelled_tokens():
 
 
 def test_the_loss_of_a_row_is_that_of_the_row_alone():
-    torch.manual_seed(1)
-    logits, labels = torch.randn(3, 9, 11) * 5, torch.randint(0, 11, (3, 9))
-    labels[torch.rand(3, 9) < 0.4] = IGNORE_INDEX
+    logits, labels = some_logits()
     labels[1] = IGNORE_INDEX
     alone = [summed_nll(logits[row : row + 1], labels[row : row + 1]) for row in range(3)]
     torch.testing.assert_close(nll_of_rows(logits, labels), torch.stack(alone))

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -275,13 +276,17 @@ def test_the_bases_own_stops_are_kept_behind_the_trained_one(prepared_rows):
     assert trained_stops(rows, tok, (answered,)) == [stop], "an answer would be cut there"
 
 
-def test_a_run_stops_where_its_base_does_too(taught_base, plan_run, build_loop, tmp_path):
-    folder = shutil.copytree(taught_base, tmp_path / "base")
-    path = folder / "generation_config.json"
+def with_stop(base: Path, folder: Path, stop: int) -> tuple[int, Path]:
+    """Return the stop of a base, and the folder of a copy that has another one, too."""
+    path = shutil.copytree(base, folder) / "generation_config.json"
     facts = json.loads(path.read_text())
-    path.write_text(json.dumps({**facts, "eos_token_id": [facts["eos_token_id"], 4]}))
+    path.write_text(json.dumps({**facts, "eos_token_id": [facts["eos_token_id"], stop]}))
+    return facts["eos_token_id"], folder
+
+
+def test_a_run_stops_where_its_base_does_too(taught_base, plan_run, build_loop, tmp_path):
+    stop, folder = with_stop(taught_base, tmp_path / "base", 4)
     trainer, _ = build_loop(plan_run({"model.name": folder, "train.max_steps": 1}))
-    stop = facts["eos_token_id"]
     assert trainer.evaluator.generator.stops == sorted({stop, 4})
     staged = tmp_path / "staged"
     stops = trained_stops(
@@ -300,9 +305,6 @@ def test_what_is_scored_stops_where_what_is_saved_does(
         return {int(label) for row in rows for label in row.labels if label != IGNORE_INDEX}
 
     inside = min(answered(prepared_rows.train) - answered(prepared_rows.validation))
-    folder = shutil.copytree(taught_base, tmp_path / "base")
-    path = folder / "generation_config.json"
-    facts = json.loads(path.read_text())
-    path.write_text(json.dumps({**facts, "eos_token_id": [facts["eos_token_id"], inside]}))
+    stop, folder = with_stop(taught_base, tmp_path / "base", inside)
     trainer, _ = build_loop(plan_run({"model.name": folder, "train.max_steps": 1}))
-    assert trainer.evaluator.generator.stops == [facts["eos_token_id"]]
+    assert trainer.evaluator.generator.stops == [stop]

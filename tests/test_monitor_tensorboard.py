@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import psutil
 import pytest
 from conftest import ROOT
-from run_files import run_json
+from run_files import run_json, variables_of
 
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.monitor import tensorboard
@@ -149,10 +149,7 @@ def test_tensorboard_starts_once_beside_a_busy_port_and_stops(pid_file, tmp_path
 @pytest.mark.long
 @pytest.mark.parametrize("target", ["train-distributed-tb", "train-deepspeed-tb"])
 def test_a_target_that_ends_in_tb_trains_with_tensorboard_beside_it(target, settings_of, tmp_path):
-    words = {
-        name.upper().replace(".", "_"): str(value)
-        for name, value in settings_of({"train.predict_with_generate": False}).items()
-    }
+    words = variables_of(settings_of({"train.predict_with_generate": False}))
     words |= {
         "CONFIG": "tests/fixtures/empty.yaml",
         "TRAIN_OUTPUT_DIR": str(tmp_path),

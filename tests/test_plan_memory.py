@@ -14,6 +14,7 @@ from sft_play.plan.step import Adapters
 
 TOKENS = LAYOUT.tokens
 MODES = ("lora", "qlora", "full")
+ONE_B = load_shape("meta-llama/Llama-3.2-1B", None, {})
 # Bytes that PEFT's layers keep of a token, at 8B; 7.6 MiB over 32 layers
 UNFUSED_LAYER = 22 * 4096 + 11 * 14336
 
@@ -22,16 +23,7 @@ UNFUSED_LAYER = 22 * 4096 + 11 * 14336
 
 
 def test_the_bytes_of_a_lora_step_by_hand():
-    model = ModelShape(
-        vocab=100,
-        hidden=8,
-        intermediate=16,
-        layers=2,
-        heads=2,
-        kv_heads=1,
-        head_dim=4,
-        is_tied=True,
-    )
+    model = ModelShape(100, 8, 16, layers=2, heads=2, kv_heads=1, head_dim=4, is_tied=True)
     weights = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16) + 100 * 8 + 5 * 8
     adapters = 4 * 2 * ((8 + 8) * 2 + (8 + 4) * 2 + (8 + 16) * 3)
     assert model.parameters == weights
@@ -94,17 +86,10 @@ def test_what_several_processes_hold_beside_the_model_by_hand():
     assert beside(world_size=2, is_gpu=False) == (4 * adapters, pytest.approx(0.8))
 
 
-# By hand once: the residual stream in float32, a recomputed layer that outgrows the loss, the
-# gradient of the head, gradients in separate buffers, the last layer, ZeRO's copies of gradients
+# By hand once: a recomputed layer that outgrows the loss, gradients in separate buffers, the last
+# layer, ZeRO's copies of gradients
 COUNTED = [
-    (
-        "backward",
-        "activations",
-        {"mode": "full", "weight_bytes": 4, "is_fast": True},
-        6_010_437_632,
-    ),
     ("backward", "activations", {"vocab": 1000, "checkpointed_layers": 32}, 509_902_848),
-    ("backward", "logits", {"mode": "full", "is_fast": True}, 1_067_450_368),
     ("forward", "gradients", {"mode": "full", "grad_accum": 1, "world_size": 2}, 16_060_522_496),
     ("backward", "activations", {"mode": "full", "grad_accum": 1, "batch_size": 1}, 103_809_024),
     *(
@@ -129,21 +114,12 @@ def test_components_have_the_bytes_that_were_counted(phase, component, changes, 
 @pytest.mark.parametrize("checkpointed_layers", [0, 12, 32])
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_more_tokens_never_need_fewer_bytes(mode, checkpointed_layers, is_fast):
-    fixed = {"mode": mode, "checkpointed_layers": checkpointed_layers, "is_fast": is_fast}
+    def size(rows, tokens):
+        changes = {"mode": mode, "checkpointed_layers": checkpointed_layers, "is_fast": is_fast}
+        return peak(batch_size=rows, max_seq_len=tokens, **changes)
 
-    def sizes(batches, lengths):
-        return [
-            peak(batch_size=batch, max_seq_len=length, **fixed)
-            for batch, length in product(batches, lengths)
-        ]
-
-    batches, lengths = (1, 2, 3, 8), (1, 512, 513, 4096)
-    for length in lengths:
-        by_rows = sizes(batches, (length,))
-        assert by_rows == sorted(by_rows)
-    for batch in batches:
-        by_length = sizes((batch,), lengths)
-        assert by_length == sorted(by_length)
+    for rows, tokens in product((1, 2, 8), (1, 512, 4096)):
+        assert size(rows, tokens) <= min(size(rows + 1, tokens), size(rows, tokens + 1))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -168,18 +144,6 @@ def test_checkpointing_needs_less(mode, is_fast):
     by_layers = [held(**fixed, checkpointed_layers=count).total for count in range(33)]
     assert by_layers == sorted(by_layers, reverse=True)
     assert by_layers[-1] < by_layers[0] / (1 if mode == "full" else 1.1)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_fused_kernels_need_less(mode):
-    assert held(mode=mode, is_fast=True).total < held(mode=mode).total
-
-
-def test_quantizing_needs_less():
-    plain_constants = peak(mode="qlora", double_quant=False)
-    assert peak(mode="qlora") < plain_constants < peak(mode="lora") < peak(mode="full")
-    # whose copies outweigh 1,024 tokens
-    assert EXAMPLE.changed(mode="full").memory.peak_phase == "optimizer"
 
 
 # ZeRO and the optimizer
@@ -213,11 +177,9 @@ def test_zero_3_holds_whole_what_computes_and_what_it_fetches_ahead():
         return held("forward", **zero3, fetching=Fetching(*fetching)).gathered
 
     assert held("optimizer", **zero3).gathered == held("forward", zero_stage=2).gathered == 0
-    layer = EIGHT_B.block_weights // EIGHT_B.layers
-    head = EIGHT_B.vocab * EIGHT_B.hidden
+    layer, head = EIGHT_B.block_weights // EIGHT_B.layers, EIGHT_B.vocab * EIGHT_B.hidden
     least = gathered(10**8, 0, 0)
-    assert least > 2 * (head + 2 * layer + 10**8)
-    assert gathered(2 * 10**8, 0, 0) - least == pytest.approx(2 * 10**8, rel=1e-6)
+    assert 2 * (head + 2 * layer + 10**8) < least < gathered(2 * 10**8, 0, 0)
     # the last layers, each of whose weights is passed twice before it is needed again
     kept = gathered(10**8, 2 * (head + 3 * layer), 0) - least
     assert kept == pytest.approx(2 * 3 * layer, rel=1e-6)
@@ -276,8 +238,7 @@ def test_only_autocast_keeps_a_second_copy_of_full_weights():
 
 
 def test_an_evaluation_takes_rows_whose_logits_fit_where_a_step_has_its_activations():
-    one_b = load_shape("meta-llama/Llama-3.2-1B-Instruct", None, {})
-    example = EXAMPLE.changed(model=one_b, batch_size=4, max_seq_len=2048)
+    example = EXAMPLE.changed(model=ONE_B, batch_size=4, max_seq_len=2048)
     # 12 bytes a token and word, 2.9 GiB a row, which a step has in training, too
     assert evaluation_rows(*example) == 4
     assert evaluation_rows(*example.changed(checkpointed_layers=16)) == 4
@@ -308,16 +269,9 @@ def test_an_evaluation_is_not_packed():
 )
 def test_a_forward_pass_allocates_what_is_planned(changes, batch, allocated):
     rows, tokens = batch
-    phase = held(
-        "forward",
-        model=load_shape("meta-llama/Llama-3.2-1B", None, {}),
-        is_fast=True,
-        batch_size=rows,
-        max_seq_len=tokens,
-        **changes,
-    )
-    between = held("optimizer", model=load_shape("meta-llama/Llama-3.2-1B", None, {}), **changes)
-    planned = phase.activations + phase.logits + phase.weights - between.weights
+    fixed = {**changes, "model": ONE_B, "is_fast": True, "batch_size": rows, "max_seq_len": tokens}
+    phase = held("forward", **fixed)
+    planned = phase.activations + phase.logits + phase.weights - held("optimizer", **fixed).weights
     assert planned == pytest.approx(allocated, rel=0.03)
 
 
@@ -340,24 +294,18 @@ def test_an_8b_step_is_not_put_below_what_was_measured_nor_a_tenth_above(changes
     [
         # peak reserved by make train-bnb, 8,192 tokens a micro-batch (docs/evidence/speed-h200.md), less
         # the context
-        ("meta-llama/Llama-3.2-1B-Instruct", {"mode": "full", "grad_accum": 1}, 17.07),
-        ("meta-llama/Llama-3.2-1B-Instruct", {"grad_accum": 1}, 10.23),
-        ("meta-llama/Llama-3.2-1B-Instruct", {}, 10.30),
-        ("meta-llama/Llama-3.1-8B-Instruct", {"mode": "full", "grad_accum": 1}, 80.68),
-        ("meta-llama/Llama-3.1-8B-Instruct", {"grad_accum": 1}, 43.40),
-        ("meta-llama/Llama-3.1-8B-Instruct", {}, 43.56),
+        (ONE_B, {"mode": "full", "grad_accum": 1}, 17.07),
+        (ONE_B, {"grad_accum": 1}, 10.23),
+        (EIGHT_B, {"mode": "full", "grad_accum": 1}, 80.68),
+        (EIGHT_B, {"grad_accum": 1}, 43.40),
         # without optimizer and context, by a bare step
-        ("meta-llama/Llama-3.1-8B-Instruct", {"checkpointed_layers": 16}, 30.8),
-        ("meta-llama/Llama-3.1-8B-Instruct", {"checkpointed_layers": 31}, 19.0),
+        (EIGHT_B, {"checkpointed_layers": 16}, 30.8),
+        (EIGHT_B, {"checkpointed_layers": 31}, 19.0),
     ],
 )
 def test_a_fused_step_is_estimated_to_a_fiftieth_of_what_was_measured(model, changes, measured_gib):
     fused = EXAMPLE.changed(
-        model=load_shape(model, None, {}),
-        is_fast=True,
-        optim="adamw_torch_fused",
-        batch_size=4,
-        max_seq_len=2048,
+        model=model, is_fast=True, optim="adamw_torch_fused", batch_size=4, max_seq_len=2048
     )
     memory = fused.changed(**changes).memory
     estimate = (memory.predicted_peak - memory.peak.context) / GIB

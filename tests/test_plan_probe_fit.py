@@ -106,21 +106,18 @@ def test_a_steeper_line_is_as_much_steeper_with_other_layers_checkpointed():
 @pytest.mark.parametrize("noise", [(0, 0), (5 * GIB, 0), (-2 * GIB, 1 * GIB)])
 def test_more_rows_never_need_less_and_more_checkpointed_layers_never_more(noise):
     exact = fit_of()
-    points = []
-    for point, extra in zip((exact.small, exact.large), noise, strict=True):
-        phases = {name: size + extra for name, size in point.phases.items()}
-        points.append(replace(point, phases=phases))
+    points = [
+        replace(point, phases={name: size + extra for name, size in point.phases.items()})
+        for point, extra in zip((exact.small, exact.large), noise, strict=True)
+    ]
     fit = MeasuredFit(PROBED_STEP, *points)
-
-    def forward(rows, layers):
-        return fit.phases(layout_of(rows, layers))["forward"]
-
-    for layers in (0, 16, 32):
-        by_rows = [forward(rows, layers) for rows in (1, 2, 4, 8, 16)]
-        assert by_rows == sorted(by_rows)
-    for rows in (1, 4, 16):
-        by_layers = [forward(rows, layers) for layers in (32, 24, 8, 0)]
-        assert by_layers == sorted(by_layers)
+    counts = (16, 8, 4, 1), (0, 8, 24, 32)
+    by_rows = [
+        [fit.phases(layout_of(rows, layers))["forward"] for rows in counts[0]]
+        for layers in counts[1]
+    ]
+    for sizes in (*by_rows, *zip(*by_rows, strict=True)):
+        assert list(sizes) == sorted(sizes, reverse=True)
 
 
 def test_a_line_never_falls_and_two_points_of_as_many_tokens_say_nothing_of_slope():
@@ -148,20 +145,6 @@ def test_the_components_and_what_was_measured_beyond_them_sum_to_the_fit():
 
 
 # The choice by it
-
-
-def test_the_choice_by_a_fit_is_the_choice_by_its_peaks():
-    """Where a step takes half as much again, a budget gives what one a third smaller gave."""
-
-    def closed_peak(layout):
-        return step_bytes(PROBED_STEP, layout).predicted_peak
-
-    budget = 60 * GIB
-    planned = batch.choose(PROBED_REQUEST, closed_peak, budget)
-    fit = fit_of(change=lambda name, size: 1.5 * size)
-    chosen = batch.choose(PROBED_REQUEST, fit.peak, budget)
-    assert fit.peak(chosen) <= budget < fit.peak(planned)
-    assert chosen.rows_per_step == planned.rows_per_step == 32
 
 
 def test_a_batch_chosen_again_keeps_the_rows_of_a_step():

@@ -67,16 +67,10 @@ def test_a_traced_step_by_hand():
         bytes_of = example.changed(checkpointed_layers=checkpointed_layers).memory.phases[phase]
         return bytes_of.activations // 200, bytes_of.logits // 200
 
-    assert [working("forward", count) for count in (0, LAYERS // 2, LAYERS)] == [
-        (1006, 4),  # a layer works with 10 where the head would take 4
-        (556, 4),
-        (106, 4),
-    ]
-    assert [working("backward", count) for count in (0, LAYERS // 2, LAYERS)] == [
-        (1019, 1),
-        (569, 1),
-        (119, 1),
-    ]
+    for count, kept in ((0, 1000), (LAYERS // 2, 550), (LAYERS, 100)):
+        # a layer works with 10 where the head would take 4
+        assert working("forward", count) == (kept + 6, 4)
+        assert working("backward", count) == (kept + 19, 1)
 
 
 def test_outputs_of_attention_that_are_kept_are_added_to_a_trace():
@@ -85,15 +79,6 @@ def test_outputs_of_attention_that_are_kept_are_added_to_a_trace():
     outputs = example.layout.tokens * LAYERS * 32 * (2 * 128 + 4)
     for name in ("forward", "backward"):
         assert phases[1][name].activations - phases[0][name].activations == outputs
-
-
-def test_more_checkpointed_layers_never_need_more_bytes():
-    example = EXAMPLE.changed(traced=traced_step(10**7), batch_size=4, max_seq_len=2048)
-    peaks = []
-    for count in range(LAYERS + 1):
-        peaks.append(example.changed(checkpointed_layers=count).memory.predicted_peak)
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[0] > peaks[-1]
 
 
 def test_gradients_that_come_in_the_backward_pass_may_need_more_than_its_begin():
@@ -167,9 +152,7 @@ def test_a_cut_model_has_the_bytes_of_the_whole_one(model_type, changes, tmp_pat
 
 def plan_of(folder: Path, *settings: str) -> PlannedRun:
     cache = f"data.cache_dir={folder / 'cache'}"
-    words = (f"model.name={folder}", "model.max_seq_len=64", cache, *settings)
-    loaded = load(EMPTY, {}, words)
-    return resolve(loaded, invocation.read({}), parse("1xH200"), {}, True, False)
+    return plan_of_known(str(folder), cache, *settings)
 
 
 @pytest.fixture
@@ -311,16 +294,14 @@ def test_the_trace_that_ships_is_the_one_of_this_code(name, word):
 
 
 def test_no_trace_ships_of_a_model_whose_kernels_depend_on_the_machine():
-    known = json.loads(KNOWN.read_text())
-    structures = {
-        name: structure_from_json(known[name]["structure"])
-        for name in known
-        if "structure" in known[name]
+    shapes = {name: facts.get("structure") for name, facts in json.loads(KNOWN.read_text()).items()}
+    recurrent = {
+        name
+        for name, found in shapes.items()
+        if found and structure_from_json(found).recurrent_layers
     }
-    assert structures["Qwen/Qwen3-Next-80B-A3B-Instruct"].recurrent_layers == 36
-    shipped = json.loads(counting.KNOWN_TRACES.read_text())
-    assert len(shipped) == 24
-    assert not any(structures[name].recurrent_layers for name in shipped)
+    assert "Qwen/Qwen3-Next-80B-A3B-Instruct" in recurrent
+    assert not recurrent & json.loads(counting.KNOWN_TRACES.read_text()).keys()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from published_corrections import NOT_BUILT, OTHER_LOGITS, READS_AHEAD, REFUSED_TEXT
-from published_files import weight_files
 from published_models import (
     BUILT_TYPES,
     IMAGE_TEXT_TYPES,
@@ -19,8 +18,6 @@ from published_models import (
     write_published,
 )
 from safetensors import safe_open
-from safetensors.torch import load_file
-from tiny_models import WHOLE_BLOCKS
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -209,49 +206,3 @@ def test_a_template_lies_where_its_repositories_have_it(published):
     assert {"chat_template.json", "processor_config.json", "preprocessor_config.json"} <= files
     assert "chat_template.jinja" not in files
     assert "chat_template.jinja" in {path.name for path in published("qwen3_5").iterdir()}
-
-
-def test_a_flat_config_has_the_fields_of_its_text_on_top(published):
-    folder = published("qwen2_5_vl")
-    fields = json.loads((folder / "config.json").read_text())
-    assert not {"text_config", "rope_parameters", "dtype"} & fields.keys()
-    opened, drawn = (
-        model.config.text_config
-        for model in (
-            transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(folder),
-            published_model("qwen2_5_vl"),
-        )
-    )
-    sections = [each.rope_parameters["mrope_section"] for each in (opened, drawn)]
-    assert sections[0] == sections[1]
-    assert opened.vocab_size == drawn.vocab_size
-
-
-def test_the_extra_head_of_a_moe_has_its_experts_one_by_one(published):
-    shapes = shapes_in(published("qwen3_5_moe"))
-    assert shapes["mtp.layers.0.mlp.experts.5.gate_proj.weight"] == (24, 32)
-    assert shapes["mtp.layers.0.mlp.experts.5.down_proj.weight"] == (32, 24)
-
-
-def test_shards_of_16_bits_open_like_one_file(tmp_path, tokenizer):
-    folder = write_published(
-        "qwen3_5", tmp_path, tokenizer, dtype=torch.bfloat16, shard_bytes=100_000
-    )
-    files = weight_files(folder)
-    assert len(set(files.values())) > 2
-    assert {load_file(file)[name].dtype for name, file in files.items()} == {torch.bfloat16}
-    drawn = published_model("qwen3_5")
-    opened = open_folder(type(drawn), folder).state_dict()
-    for name, tensor in drawn.state_dict().items():
-        assert torch.equal(opened[name], tensor.to(torch.bfloat16)), name
-
-
-@pytest.mark.parametrize("model_type", TYPES)
-def test_rows_of_a_text_model_can_be_whole_blocks(model_type):
-    config = shrink_default(model_type, WHOLE_BLOCKS)
-    with torch.device("meta"):
-        published_class(config)(config)
-    text = config.get_text_config()
-    if model_type != "pi0":  # has two language models and is none itself
-        assert getattr(text, "hidden_size", getattr(text, "d_model", 0)) % 64 == 0
-        assert text.vocab_size == WHOLE_BLOCKS.vocabulary

@@ -36,7 +36,6 @@ def facts(rows: int = 1000, lengths: tuple[int, ...] = (100, 100)) -> RecipeFact
     ("environ", "overrides", "source"),
     [
         ({}, [], DEFAULT),
-        ({"MODEL_NAME": TINY}, [], DEFAULT),
         ({"MODEL_NAME": "Qwen/Qwen2.5-1.5B-Instruct"}, [], BASE),
         ({}, ["model.name=/models/mine"], BASE),
         ({"MODEL_NAME": "other"}, [f"model.name={TINY}"], DEFAULT),
@@ -72,38 +71,27 @@ def test_a_run_without_config_has_the_name_of_its_model():
 
 
 @pytest.mark.parametrize(
-    ("mode", "parameters", "rate"),
+    ("mode", "parameters", "optim", "rate"),
     [
-        ("lora", 1_500_000_000, 2e-4),
-        ("qlora", 13_000_000_000, 2e-4),
-        ("qlora", 70_000_000_000, 1e-4),
-        ("full", 1_500_000_000, 2e-5),
-        ("full", 8_000_000_000, 1e-5),
-        ("full", 70_000_000_000, 5e-6),
-        ("full", None, 2e-5),
+        ("lora", 1_500_000_000, "adamw_torch", 2e-4),
+        ("qlora", 13_000_000_000, "adamw_torch", 2e-4),
+        ("qlora", 70_000_000_000, "adamw_torch", 1e-4),
+        ("full", 1_500_000_000, "adamw_torch", 2e-5),
+        ("full", 70_000_000_000, "adamw_torch", 5e-6),
+        ("full", None, "adamw_torch", 2e-5),
+        ("full", 8_000_000_000, "lion_8bit", 2e-6),
+        ("full", 8_000_000_000, "muon", 1e-5),
     ],
 )
-def test_the_learning_rate_follows_from_mode_and_size(mode, parameters, rate):
-    assert recipe.choose_learning_rate(mode, parameters).value == rate
-
-
-@pytest.mark.parametrize(
-    ("optim", "rate", "reason"),
-    [
-        ("lion", 2e-6, "a fifth of AdamW's for Lion"),
-        ("lion_8bit", 2e-6, "a fifth of AdamW's for Lion"),
-        ("muon", 1e-5, "AdamW's for Muon"),
-        ("adafactor", 1e-5, "AdamW's for Adafactor"),
-    ],
-)
-def test_the_learning_rate_follows_from_the_optimizer(optim, rate, reason):
-    found = recipe.choose_learning_rate("full", 8_000_000_000, optim)
-    assert found == (rate, f"full training of 8.00 billion weights, {reason}")
+def test_the_learning_rate_follows_from_mode_size_and_optimizer(mode, parameters, optim, rate):
+    found = recipe.choose_learning_rate(mode, parameters, optim)
+    assert found.value == rate
+    assert ("a fifth of AdamW's for Lion" in found.reason) == (optim == "lion_8bit")
 
 
 @pytest.mark.parametrize(
     ("rows", "epochs"),
-    [(1, 10), (200, 10), (500, 7), (1200, 3), (8_333, 3), (8_334, 2), (12_501, 1), (10**6, 1)],
+    [(1, 10), (500, 7), (8_333, 3), (8_334, 2), (10**6, 1)],
 )
 def test_few_rows_are_seen_more_often(rows, epochs):
     assert recipe.choose_epochs(RowFacts(rows, (10,))).value == epochs
@@ -214,19 +202,16 @@ def test_the_look_counts_the_tokens_that_the_run_counts(tmp_path, tokenizer):
 
 def test_an_edited_template_or_model_file_is_looked_at_again(tmp_path):
     train = written(tmp_path / "train.jsonl", answers(range(1, 9)))
-    model, template = shutil.copytree(TINY, tmp_path / "m"), tmp_path / "t.jinja"
+    model, own = shutil.copytree(TINY, tmp_path / "m"), tmp_path / "t.jinja"
     environ = {"DATA_TRAIN_PATH": train, "MODEL_NAME": str(model), "DATA_CACHE_DIR": str(tmp_path)}
-    config = load("base", {**environ, "MODEL_CHAT_TEMPLATE": str(template)}).config
-    text = (model / "chat_template.jinja").read_text()
-    looks = []
-    for first in ("a", "a " * 50):
-        template.write_text(f"{{{{ '{first}' }}}}{text}")
-        looks.append(look_at_rows(config, {}, may_fetch=False).lengths[0])
-    assert looks[1] > looks[0] + 40
-    own = load("base", environ).config
-    looks = [look_at_rows(own, {}, may_fetch=False).lengths[0]]
-    (model / "chat_template.jinja").write_text("{{ 'a a a a a a a a' }}" + text)
-    assert look_at_rows(own, {}, may_fetch=False).lengths[0] > looks[0]
+    template = model / "chat_template.jinja"
+    text = template.read_text()
+    for path, chosen in ((own, {"MODEL_CHAT_TEMPLATE": str(own)}), (template, {})):
+        config, lengths = load("base", environ | chosen).config, []
+        for first in ("a", "a " * 50):
+            path.write_text(f"{{{{ '{first}' }}}}{text}")
+            lengths.append(look_at_rows(config, {}, may_fetch=False).lengths[0])
+        assert lengths[1] > lengths[0] + 40
 
 
 def test_a_data_set_of_the_hub_is_named_by_its_commit(tmp_path, monkeypatch):

@@ -197,21 +197,23 @@ def test_every_metric_of_a_run_is_in_its_report_with_intervals(tmp_path):
 def test_the_loss_has_intervals_where_rows_have_losses(tmp_path):
     metrics = {"before": {"eval_loss": 3.5}, "after": {"eval_loss": 3.45}}
     folder = run_folder(tmp_path / "run", replace(DONE, metrics=metrics), before="", after="")
-    for when in ("before", "after"):  # as in runs of earlier versions
-        (folder.evaluation / f"{when}.losses.jsonl").unlink()
-    (loss,) = RunFacts.read(folder).scores
-    assert loss.difference is None and loss.outcome == "no interval known"
+
+    def loss(before: list[float] | None, after: list[float] | None) -> Score:
+        for when, nats in (("before", before), ("after", after)):
+            path = folder.evaluation / f"{when}.losses.jsonl"
+            path.unlink() if nats is None else write_text(path, loss_lines(nats))
+        (found,) = RunFacts.read(folder).scores
+        return found
+
+    old = loss(None, None)  # as in runs of earlier versions
+    assert old.difference is None and old.outcome == "no interval known"
     before = [30.0, 40.0] * (ROWS // 2)
-    write_text(folder.evaluation / "before.losses.jsonl", loss_lines(before))
     by_chance = [nats + 3 * (-1) ** (row // 2) - 0.5 for row, nats in enumerate(before)]
-    write_text(folder.evaluation / "after.losses.jsonl", loss_lines(by_chance))
-    (loss,) = RunFacts.read(folder).scores
-    assert (loss.before.mean, loss.after.mean) == (3.5, pytest.approx(3.45))
-    assert loss.difference.mean == pytest.approx(-0.05)
-    assert loss.outcome == "no clear difference"
-    everywhere = [nats - 0.5 for nats in before]
-    write_text(folder.evaluation / "after.losses.jsonl", loss_lines(everywhere))
-    assert RunFacts.read(folder).scores[0].outcome == "better"
+    found = loss(before, by_chance)
+    assert (found.before.mean, found.after.mean) == (3.5, pytest.approx(3.45))
+    assert found.difference.mean == pytest.approx(-0.05)
+    assert found.outcome == "no clear difference"
+    assert loss(before, [nats - 0.5 for nats in before]).outcome == "better"
 
 
 def test_a_failed_run_shows_class_cause_and_the_check_that_failed(tmp_path):

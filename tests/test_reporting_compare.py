@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from html_pages import Page
 from report_folders import DONE, ROWS, answer_lines, loss_lines, run_folder, scored_lines
-from test_reporting import HOSTILE
 
 from sft_play.commands.call import Call
 from sft_play.commands.runs import compare as compare_command
@@ -131,7 +130,6 @@ def test_a_run_that_failed_before_its_first_score_can_be_compared(two, tmp_path)
     ("runs", "out", "kind", "facts"),
     [
         ("", None, ConfigError, "2 6 RUNS=a,b fast slow"),
-        ("slow,slow", None, ConfigError, "2 6 RUNS=a,b fast slow"),
         ("a,b,c,d,e,f,g", None, ConfigError, "2 6 RUNS=a,b fast slow"),
         ("slwo,fast,elsewhere", None, ConfigError, "slwo slow? elsewhere"),
         ("slow,fast", "file/a.html", EnvironmentFault, "OUT= file/a.html"),
@@ -143,13 +141,3 @@ def test_what_cannot_be_compared_or_written_is_named(runs, out, kind, facts, two
     with pytest.raises(kind) as error:
         compare_command(call_in(tmp_path, RUNS=runs), (), out, as_json=False)
     assert all(fact in str(error.value) for fact in facts.split()), error.value
-
-
-def test_names_and_settings_with_markup_are_inert_on_the_page(tmp_path):
-    odd = run_folder(tmp_path / "a <img src=x>", overrides=(f"model.chat_template={HOSTILE}",))
-    plain = run_folder(tmp_path / "plain")
-    out = tmp_path / "page.html"
-    compare_command(call_in(tmp_path), [odd.name, plain.name], str(out), as_json=False)
-    page = Page(out.read_text(encoding="utf-8"))
-    assert not {tag for tag, _ in page.tags} & {"script", "img"}
-    assert "a <img src=x>" in page.words

@@ -11,8 +11,8 @@ from report_folders import DONE, run_folder
 
 from sft_play.config.schema import Config, ModelSection
 from sft_play.reporting.base_facts import BaseFacts
-from sft_play.reporting.model_card import card_text, chosen_settings
-from sft_play.reporting.run_facts import Energy, RunFacts
+from sft_play.reporting.model_card import card_text
+from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import metrics
 from sft_play.runs.exports import SavedStops
 from sft_play.runs.metrics import GpuSample, MetricsLine
@@ -87,39 +87,23 @@ def test_scores_of_other_metrics_have_the_intervals_of_the_run(facts):
 def test_hardware_hours_and_energy_are_those_that_were_measured(facts):
     ranks = [RankMemory(n, "h", f"cuda:{n}", "NVIDIA H200", 1, 0, 0) for n in range(2)]
     run = facts(replace(RUN, memory_by_rank=ranks, seconds={"total": 1800.0}))
-    for seconds in (0.0, 5625.0):
-        gpus = (GpuSample(0, watts=300.0), GpuSample(1, watts=500.0))
+    # watts of the first line count for no time: 800 W for 5,400 s, and 500 W for 360 s
+    for seconds, watts in ((0.0, (999.0,)), (5400.0, (300.0, 500.0)), (5760.0, (400.0, 100.0))):
+        gpus = tuple(GpuSample(rank, watts=used) for rank, used in enumerate(watts))
         metrics.append(run.folder.metrics, MetricsLine(1, 3, seconds, gpus=gpus))
     text = card(run)
     assert "| hardware | 2 × NVIDIA H200 |" in text and "| hours | 0.5 |" in text
     assert "| energy | 1.25 kWh by 2 GPUs (NVML) |" in text
 
 
-def test_energy_is_watts_by_the_time_between_lines(facts):
-    run = facts()
-    assert run.energy is None
-    for line in (
-        MetricsLine(1, 3, 0.0, gpus=(GpuSample(0, watts=999.0),)),
-        MetricsLine(2, 3, 1800.0, gpus=(GpuSample(0, watts=300.0), GpuSample(1, watts=500.0))),
-        MetricsLine(3, 3, 3600.0, gpus=(GpuSample(0, watts=400.0), GpuSample(1, watts=400.0))),
-    ):
-        metrics.append(run.folder.metrics, line)
-    assert run.read_again().energy == Energy(pytest.approx(0.8), 2)  # 800 W for an hour
-
-
 def test_a_chosen_setting_has_its_origin_and_no_private_folder(facts):
-    run = facts(overrides=("data.train_path=/home/me/secret/rows.jsonl", "train.seed=3"))
+    folders = ("data.train_path=/home/me/secret/rows.jsonl", "data.image_folder=/home/me")
+    run = facts(overrides=(*folders, "train.seed=3"))
     asked = run.folder.path / "asked.json"
     asked.write_text(asked.read_text().replace("--set train.seed", "/home/me/own.yaml:3"))
     text = card(run)
     assert "| `data.train_path` | `rows.jsonl` | `--set data.train_path` |" in text
-    assert "| `train.seed` | `3` | `own.yaml:3` |" in text
-
-
-def test_where_images_are_is_in_no_card(facts):
-    run = facts(overrides=("data.image_folder=/home/me", "train.seed=3"))
-    chosen = {each.name for each in chosen_settings(run)}
-    assert "train.seed" in chosen and "data.image_folder" not in chosen
+    assert "| `train.seed` | `3` | `own.yaml:3` |" in text and "image_folder" not in text
 
 
 def test_neither_html_nor_a_link_in_a_name_means_anything(facts, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from run_files import run_json
+from run_files import run_json, variables_of
 
 from sft_play.commands.call import read_call
 from sft_play.commands.slurm import SlurmJob, script, slurm
@@ -111,7 +111,7 @@ def cluster(tmp_path, settings_of, tiny_base) -> tuple[Path, dict[str, str]]:
             "train.output_dir": tmp_path / "out",
         }
     )
-    environ = {name.upper().replace(".", "_"): str(value) for name, value in settings.items()}
+    environ = variables_of(settings)
     environ |= {"CONFIG": "tests/fixtures/empty.yaml", "DEVICE": "cpu", "NNODES": "2"}
     path = tmp_path / "job.sh"
     command = [sys.executable, "-m", "sft_play", "slurm"]

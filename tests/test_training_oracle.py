@@ -1,7 +1,7 @@
 """The learning rate and the update of each step are those of a few lines of plain torch.
 
 `make test` takes each schedule and each optimizer once. All of them with one another, on one rank
-and on two: -m long. With -s it prints the largest differences.
+and on two: -m long.
 """
 
 import math
@@ -327,25 +327,14 @@ def workshop(plan_run, build_loop, base_of):
 
 
 def check(workshop: Workshop, pairs: list[tuple[str, str]], ranks: int) -> None:
-    """Print the differences of these schedules and optimizers, and assert that they are small."""
-    table = {pair: workshop.compare(pair, ranks) for pair in pairs}
-    print(f"\n{ranks} rank(s), largest difference of the rate, the gradient, the update")
-    for (schedule, optim), found in table.items():
-        numbers = "  ".join(f"{number:.1e}" for number in found)
-        print(f"{schedule:22} {optim:20} {numbers}")
-    for rate, gradient, update in table.values():
-        assert rate < 1e-12
-        assert gradient < 1e-5
-        assert update < 1e-5
+    """Assert that the differences of these schedules and optimizers are small."""
+    for pair in pairs:
+        rate, gradient, update = workshop.compare(pair, ranks)
+        assert rate < 1e-12 and gradient < 1e-5 and update < 1e-5, pair
 
 
 def test_each_schedule_and_optimizer_steps_as_the_oracle(workshop):
     check(workshop, SAMPLE, ranks=1)
-
-
-@pytest.mark.long
-def test_two_ranks_step_as_the_oracle(workshop):
-    check(workshop, [("cosine", "adamw_torch_fused")], ranks=2)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

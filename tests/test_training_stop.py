@@ -17,7 +17,7 @@ import pytest
 import torch
 from marks import long
 from rank_processes import start_rank, wait_for
-from run_files import run_json
+from run_files import run_json, variables_of
 from transformers import TrainerControl, TrainerState
 
 from sft_play.errors import OF_PATH, DataError, DivergedError, EnvironmentFault, ExitClass
@@ -269,9 +269,7 @@ def test_stopping_make_stops_the_run_and_no_file_of_it_holds_a_secret(settings_o
         "train.save_strategy": "steps",
         "train.save_steps": 1,
     }
-    words = [
-        f"{name.upper().replace('.', '_')}={value}" for name, value in settings_of(settings).items()
-    ]
+    words = [f"{name}={value}" for name, value in variables_of(settings_of(settings)).items()]
     command = [
         "make",
         "train",

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from run_files import run_json
+from run_files import run_json, variables_of
 
 from sft_play.plan.launch import free_port
 from sft_play.runs.folder import RunFolder
@@ -65,9 +65,7 @@ def test_a_machine_that_is_cut_off_ends_both_in_time(spaces, settings_of, tmp_pa
         "train.output_dir": outputs,
         "train.ddp_timeout": TIMEOUT_SECONDS,
     }
-    settings = {
-        name.upper().replace(".", "_"): str(value) for name, value in settings_of(changes).items()
-    }
+    settings = variables_of(settings_of(changes))
     environ = {**os.environ, **settings, "LEFT": str(tmp_path), "PYTHON": sys.executable}
     environ |= {"CONFIG": "tests/fixtures/empty.yaml", "DEVICE": "cpu", "NUM_GPUS": "1"}
     environ |= {"RUN": "run", "NNODES": "2", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29511"}
@@ -107,9 +105,7 @@ def test_a_machine_that_is_cut_off_ends_both_in_time(spaces, settings_of, tmp_pa
 def test_torchrun_on_each_of_two_machines_trains_one_run(settings_of, tmp_path):
     """Two agents on this host, each of which starts one process; the settings are of the shell."""
     changes = {"train.predict_with_generate": False, "train.output_dir": tmp_path}
-    settings = {
-        name.upper().replace(".", "_"): str(value) for name, value in settings_of(changes).items()
-    }
+    settings = variables_of(settings_of(changes))
     environ = {**os.environ, **settings, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     meeting = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *meeting]

@@ -1,12 +1,8 @@
 """`make watch`: what it shows of a run that continues, has ended, or was killed, and how it is left."""
 
 import os
-import pty
 import re
-import select
-import signal
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,6 +12,7 @@ from pathlib import Path
 import pytest
 from report_folders import DONE, run_folder
 from run_files import GONE, run_json, write_holder
+from terminals import Terminal
 
 from sft_play.commands import runs as watching
 from sft_play.commands.call import Call
@@ -28,7 +25,6 @@ from sft_play.runs.metrics import GpuSample, MetricsLine, SampleAnswer
 from sft_play.runs.report import STARTED_AT, RankMemory, RunReport
 
 GIB = 2**30
-ROOT = Path(__file__).resolve().parents[1]
 NOW = 1_000_000.0
 GPUS = tuple(GpuSample(rank, 97.0 - rank, 61.25, 650.0, 64.0) for rank in range(2))
 ANSWER = SampleAnswer("Count\nto 3.", "1 2 3", "1 2\x1b[2J 3")
@@ -210,47 +206,23 @@ def test_a_pipe_ends_with_the_run_and_its_verdict(tmp_path, monkeypatch):
     assert "Done: better on the held-out rows" in lines
 
 
-class Terminal:
-    """`python -m sft_play watch` in a terminal of its own."""
-
-    def __init__(self, output_dir: Path) -> None:
-        self.shown = ""
-        self.ours, theirs = pty.openpty()
-        environ = {**os.environ, "TRAIN_OUTPUT_DIR": str(output_dir), "TERM": "xterm-256color"}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "sft_play", "watch"],
-            cwd=ROOT,
-            env=environ | {"COLUMNS": "100", "LINES": "30"},
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            # a shell lets what it starts in the background ignore Ctrl-C, these tests too
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-        )
-        os.close(theirs)
-
-    def wait_for(self, text: str) -> None:
-        deadline = time.monotonic() + 60
-        while text not in self.shown:
-            assert time.monotonic() < deadline, self.shown[-3000:]
-            if select.select([self.ours], [], [], 0.1)[0]:
-                self.shown += os.read(self.ours, 65536).decode("utf-8", errors="replace")
-
-
 def test_ctrl_c_gives_the_terminal_back_and_leaves_the_run_alone(tmp_path):
     folder = run_folder(tmp_path / "run", running())
     for line in LINES:
         metrics.append(folder.metrics, line)
     before = sorted((path, path.stat().st_mtime) for path in folder.path.rglob("*"))
-    terminal = Terminal(tmp_path)
-    terminal.wait_for("GPU 1 NVIDIA H200: 96 % busy")
-    assert "\x1b[?1049h" in terminal.shown  # the terminal's other screen
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for(f"not watched any more; the run continues: make watch RUN={folder.path}")
-    assert terminal.process.wait(30) == 0
-    assert "\x1b[?1049l" in terminal.shown and "\x1b[?25h" in terminal.shown
-    assert "Traceback" not in terminal.shown
+    screen = {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+    environ = {"TRAIN_OUTPUT_DIR": str(tmp_path), **screen}
+    to_screen = lambda: setattr(watching.watch, "__defaults__", (sys.stdout,))  # noqa: E731
+    terminal = Terminal(["watch"], environ, to_screen)
+    shown = terminal.wait_for("GPU 1 NVIDIA H200: 96 % busy")
+    assert "\x1b[?1049h" in shown  # the terminal's other screen
+    terminal.type("\x03")
+    shown = terminal.wait_for(
+        f"not watched any more; the run continues: make watch RUN={folder.path}"
+    )
+    assert terminal.exit_code() == 0
+    assert "\x1b[?1049l" in shown and "\x1b[?25h" in shown and "Traceback" not in shown
     assert sorted((path, path.stat().st_mtime) for path in folder.path.rglob("*")) == before
 
 
