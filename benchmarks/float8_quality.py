@@ -43,12 +43,12 @@ MAX_KL_SHARE = 0.2  # of NF4's KL: the limit for a float8 base
 
 def config_of(args: argparse.Namespace, base: str, cache: str | None = None) -> Config:
     """Return the config of a run over a base."""
-    from sft_play.config.loader import load
+    from sft_play.config.loader import load_merged
 
     settings = quality.model_settings(args) | BASES[base]
     if cache:
         settings["data.cache_dir"] = cache
-    return load(None, None, [f"{name}={value}" for name, value in settings.items()]).config
+    return load_merged(None, None, [f"{name}={value}" for name, value in settings.items()]).config
 
 
 def held_out(args: argparse.Namespace) -> list[Sample]:

@@ -100,7 +100,7 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
             for name, function in (("glu_forward", glu_forward), ("glu_backward", glu_backward))
         ],
         "mlp as one function": [(mlp, "lora_mlp", mlp_by_linears)],
-        "norms": [(residual, "_kernels", lambda _: residual.Reference)],
+        "norms": [(residual, "_kernels", lambda _: residual.ReferenceNorms)],
         "norms and sums in one": [*own_forward, *(liger if has_gpu else [])],
         "liger's norms": [(residual, "normalize", normalize)],
         "loss": [(linear_cross_entropy, "nll_and_gradient_", nll_and_gradient_)],
@@ -111,7 +111,7 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
 def unpack(weight: Tensor) -> Tensor:
     state = weight.quant_state
     if isinstance(state, mxfp4.Mxfp4State):
-        return mxfp4.unpack(weight, state)
+        return mxfp4.unpack_mxfp4(weight, state)
     return dequantize_4bit(weight.view(-1, 1), state)
 
 
@@ -160,7 +160,7 @@ def head_and_loss(
 
 
 def normalize(x: Tensor, *norm: Any) -> Tensor:
-    return residual.Reference.forward(x, None, *norm)[0]
+    return residual.ReferenceNorms.forward(x, None, *norm)[0]
 
 
 class Trained:

@@ -134,7 +134,7 @@ def read_run(case: Case, inputs: Inputs, out: Path, ended: Ended) -> Result:
     if report.status != "done" or ended.status is None:
         return Result(*case.key, *_read_failure(report, ended))
     steps = report.global_step
-    lines = metrics.read(folder.metrics).lines
+    lines = metrics.read_metrics(folder.metrics).lines
     logged = {line.step: line for line in lines if "grad_norm" in line.values}
     first = case.workload.warm_up or steps
     figures = {

@@ -96,6 +96,6 @@ def read_setup(description: str, output_dir: str) -> Setup:
     parser.add_argument("--max-steps", type=int, default=100)
     parser.add_argument("--output-dir", type=Path, default=Path(output_dir))
     options = parser.parse_args()
-    config = loader.load(options.config).config
+    config = loader.load_merged(options.config).config
     model_name = options.model or config.model.name
     return Setup(config, model_name, options.rows, options.max_steps, options.output_dir)

@@ -21,9 +21,9 @@ if __name__ == "__main__":
 
         words = [wait_for_folder(*map(int, words[1:]))]
     if is_run_folder(words):
-        from sft_play.training.entry import main
+        from sft_play.training.entry import run_worker
 
-        sys.exit(main(Path(words[0]), may_fork=True))
+        sys.exit(run_worker(Path(words[0]), may_fork=True))
     from sft_play.cli import main_of_rank
 
     main_of_rank(words)

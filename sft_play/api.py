@@ -15,12 +15,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from sft_play.commands.ask import Reply, Request, ask
+from sft_play.commands.ask import CommandReply, CommandRequest, run_command
 from sft_play.commands.runs import verdict_lines
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import is_structured, settings
 from sft_play.config.targets import READS, SETTING_OF, suggest_variable
-from sft_play.errors import of_class
+from sft_play.errors import error_of_class
 from sft_play.reporting.page import report_page
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import folder as run_folders
@@ -106,7 +106,7 @@ def train(
     report = run.report
     if report.state == "done":
         return run
-    error = of_class(report.exit_class, report.cause or f"{run.path} {report.state}")
+    error = error_of_class(report.exit_class, report.cause or f"{run.path} {report.state}")
     error.add_note(f"run {run.path}")
     raise error
 
@@ -202,14 +202,14 @@ def _ask(
     given: Mapping[str, Any],
     quiet: bool,
     **options: Any,
-) -> Reply:
+) -> CommandReply:
     """Return the answer of a command. Raises: its error."""
     asked = read_settings(given)
     path = None if config is None else os.fspath(config)
-    request = Request(command, path, asked.overrides, **options)
-    found = ask(request, asked.variables, quiet)
+    request = CommandRequest(command, path, asked.overrides, **options)
+    found = run_command(request, asked.variables, quiet)
     if found.error is not None:
-        raise of_class(found.exit_class, found.error)
+        raise error_of_class(found.exit_class, found.error)
     return found
 
 

@@ -62,7 +62,7 @@ app = typer.Typer(
 @app.callback()
 def before(context: typer.Context) -> None:
     environ = loader.environment()
-    targets.refuse_unread(environ)
+    targets.refuse_unread_variables(environ)
     command = context.invoked_subcommand or ""
     unread = targets.unread_settings(command, environ)
     if unread:
@@ -83,7 +83,7 @@ def config(config: ConfigOption = None, set_: SetOption = None, json: JsonOption
 
     loaded = load_config(read_call(config, set_))
     if json:
-        typer.echo(as_text(present.as_json(loaded)))
+        typer.echo(as_text(present.settings_json(loaded)))
     else:
         echo_lines(present.as_lines(loaded))
 
@@ -344,7 +344,7 @@ def main_of_rank(words: Sequence[str]) -> None:
     own_words, named = launching.named_json(launching.own_words(words))
     words = ["train", *own_words]
     with _errors_as_messages():
-        launched = launching.read({**loader.environment(), **named})
+        launched = launching.read_launch({**loader.environment(), **named})
         if launched.is_surplus:
             return
         if launched.place is not None and launched.place.local_rank > 0:

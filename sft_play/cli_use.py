@@ -43,7 +43,7 @@ def infer(
         for line in each_gpu.answer_file(asked):
             typer.echo(line)
         return
-    config = use.settings_of(call, run, "infer").config
+    config = use.settings_with_given(call, run, "infer").config
     request = read_sampling(call.environ)
     from sft_play.inference.chat import answer_all
 
@@ -58,7 +58,7 @@ def chat(set_: SetOption = None) -> None:
     """Talk to the weights of a run; /help lists the commands, /exit leaves."""
     call = read_call(None, set_)
     run = use.chosen_weights(call)
-    config = use.settings_of(call, run, "chat").config
+    config = use.settings_with_given(call, run, "chat").config
     request = read_sampling(call.environ)
     from sft_play.inference.chat import chat_with
 
@@ -104,8 +104,8 @@ def check_server() -> None:
     from sft_play.commands import check_server as checking
 
     call = read_call()
-    server = checking.Server.asked(call)
-    echo_lines(checking.check_server(server, exports.parity_rows(call)))
+    server = checking.RemoteServer.asked(call)
+    echo_lines(checking.check_server(server, exports.read_parity_rows(call)))
 
 
 @app.command()

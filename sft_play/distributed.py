@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sft_play.config import place as places
 from sft_play.config.invocation import FORCE_SINGLE, is_single_process_forced
 from sft_play.config.loader import environment
-from sft_play.config.place import Place
+from sft_play.config.place import LaunchPlace
 from sft_play.errors import ConfigError, DataError, EnvironmentFault
 from sft_play.plan.devices import BF16_CAPABILITY
 from sft_play.runs.report import RankMemory
-from sft_play.training.memory_lines import Speed, lines_after, lines_before_training
+from sft_play.training.memory_lines import MeasuredSpeed, lines_after, lines_before_training
 
 if TYPE_CHECKING:
     import torch
@@ -229,15 +229,15 @@ def print_memory_after_training(before: Sequence[RankMemory], metrics: Mapping[s
     """
     ranks = _memory_of_all(before)
     rate = metrics.get("train_samples_per_second")
-    speed = Speed(rate, "samples/s", "DDP") if rate else None
+    speed = MeasuredSpeed(rate, "samples/s", "DDP") if rate else None
     lines = lines_after(ranks, metrics["train_runtime"], get_world_size(), speed)
     print_main("\n".join(lines))
 
 
-def _place() -> Place | None:
+def _place() -> LaunchPlace | None:
     """Return the place that a launcher gave this process. Raises ConfigError."""
     environ = environment()
-    place = places.read(environ)
+    place = places.read_place(environ)
     if place is not None and place.world_size > 1 and is_single_process_forced(environ):
         raise ConfigError(
             f"{FORCE_SINGLE}=1, but a launcher has started {place.world_size} processes; "

@@ -138,7 +138,7 @@ class StoppedOnRequest(SftPlayError):
     exit_class = ExitClass.STOPPED
 
 
-def of_class(exit_class: int | None, text: str) -> SftPlayError:
+def error_of_class(exit_class: int | None, text: str) -> SftPlayError:
     """Return the error of an exit class; of one without an error of its own, the general one."""
     kinds = {kind.exit_class: kind for kind in SftPlayError.__subclasses__()}
     error = kinds.get(exit_class, SftPlayError)(text)
@@ -160,7 +160,7 @@ def of_os_error(error: OSError) -> SftPlayError | None:
         return OutOfMemory(f"{error.strerror}: {place}; make memory-check shows what holds it")
     if error.errno in FULL:
         text = f"{error.strerror}: {place}; free some space, then resume"
-        return of_class(ExitClass.DISK_FULL, text)
+        return error_of_class(ExitClass.DISK_FULL, text)
     if error.errno in OF_PATH and (error.filename or error.errno not in NEEDS_PATH):
         return EnvironmentFault(f"{error.strerror}: {place}; {OF_PATH[error.errno]}")
     if error.errno == errno.ENOENT and not Path(path).parent.exists():

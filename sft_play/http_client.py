@@ -23,7 +23,7 @@ class NoAnswer(Exception):
     """A server gave no answer, or none that can be used; the text says why, fit for a terminal."""
 
 
-class Answer(NamedTuple):
+class HttpResponse(NamedTuple):
     """What a server answered."""
 
     status: int
@@ -50,7 +50,7 @@ def fetch(
     body: dict[str, object] | None = None,
     headers: dict[str, str] | None = None,
     uses_proxy: bool = True,
-) -> Answer:
+) -> HttpResponse:
     """Return what a URL answers within `seconds` in all: to a POST of JSON if there is a body.
 
     Redirects are not followed: a header may hold a key, and the other server has not been named.
@@ -71,7 +71,7 @@ def download(url: str, seconds: float, max_bytes: int) -> bytes:
     return answer.body
 
 
-def _wait(receiving: Coroutine[None, None, Answer], seconds: float) -> Answer:
+def _wait(receiving: Coroutine[None, None, HttpResponse], seconds: float) -> HttpResponse:
     try:
         return asyncio.run(asyncio.wait_for(receiving, seconds))
     except TimeoutError:
@@ -89,7 +89,7 @@ async def _receive(
     uses_proxy: bool = True,
     max_bytes: int = MAX_BYTES,
     follows: bool = False,
-) -> Answer:
+) -> HttpResponse:
     method = "GET" if body is None else "POST"
     # compressed answers have no size before they are unpacked
     headers = {**headers, "Accept-Encoding": "identity"}
@@ -106,4 +106,4 @@ async def _receive(
             received += part
             if len(received) > max_bytes:
                 raise NoAnswer(f"its answer is longer than {max_bytes >> 20} MiB")
-        return Answer(answer.status_code, bytes(received))
+        return HttpResponse(answer.status_code, bytes(received))

@@ -54,7 +54,7 @@ class Stage:
         seconds = self.clock() - self.started_at
         parts = []
         if self.total is not None:
-            parts.append(f"{in_short(self.done)}/{in_short(self.total)} {self.unit}")
+            parts.append(f"{short_number(self.done)}/{short_number(self.total)} {self.unit}")
         if self.total is None or self.done in (
             self._done_before,
             self.total,
@@ -62,7 +62,7 @@ class Stage:
             parts.append(f"{duration(seconds)} so far")
         else:
             rate = (self.done - self._done_before) / max(seconds, 1e-9)
-            parts.append(f"{in_short(rate)} {self.unit}/s")
+            parts.append(f"{short_number(rate)} {self.unit}/s")
             parts.append(f"{duration((self.total - self.done) / rate)} left")
         if self.measure is not None:
             parts.append(self.measure())
@@ -200,7 +200,7 @@ def log_to_stderr() -> None:
 
 
 @contextlib.contextmanager
-def watched(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
+def watched_stage(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
     """Say a line of the stage if nothing was said for EVERY_SECONDS, while the context is open.
 
     A stage inside another speaks in its place.
@@ -237,7 +237,7 @@ def watched(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
 def counted(title: str, total: int, unit: str, done: int = 0) -> Iterator[Callable[[int], None]]:
     """Show a bar on a terminal, else lines; yield what counts how many more are done."""
     if not sys.stderr.isatty():
-        with watched(Stage(title, total, unit, done=done)) as stage:
+        with watched_stage(Stage(title, total, unit, done=done)) as stage:
             yield stage.advance
         return
     from tqdm import tqdm
@@ -265,7 +265,7 @@ class Pace:
             say(self.stage.line())
 
 
-def in_short(number: float) -> str:
+def short_number(number: float) -> str:
     """Return a number with three digits or so.
 
     >>> in_short(0.5), in_short(96), in_short(2904.6), in_short(12345), in_short(2_500_000_000)

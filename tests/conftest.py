@@ -136,7 +136,7 @@ IN_FORKS = (
         lambda tasks, chunk_tokenizer, processes: map(chunk_tokenizer, tasks),
     ),
     # the limits of a chunk would end the process of the tests
-    patch("sft_play.data.chunk_tokenizer.limited", lambda *_: contextlib.nullcontext()),
+    patch("sft_play.data.chunk_tokenizer.limited_resources", lambda *_: contextlib.nullcontext()),
     patch("sft_play.data.tokenizer.find_excess", lambda *_: None),
     patch("sft_play.data.tokenizer.refuse_endless", lambda *_: None),
     patch("sft_play.data.template_sources.refuse_endless", lambda *_: None),
@@ -397,14 +397,14 @@ def plan_run(settings_of, tmp_path_factory) -> Callable:
 @pytest.fixture(scope="session")
 def run_worker() -> Callable:
     """A function that runs the worker on a planned folder in this process and returns its exit class."""
-    from sft_play.training.entry import main
+    from sft_play.training.entry import run_worker
 
     def run(folder) -> int:
         root = logging.getLogger()
         handlers, level = root.handlers[:], root.level
         freeze()  # a run collects garbage, and brings imports of its own
         try:
-            return main(folder.path)
+            return run_worker(folder.path)
         finally:
             for handler in set(root.handlers) - set(handlers):
                 handler.close()
@@ -531,11 +531,11 @@ def opening_here() -> Iterator[None]:
     from sft_play.evaluation import opener, plain
 
     def run(asked: Path, answered: Path, said: Path) -> int:
-        plain.answer(str(asked), str(answered))
+        plain.answer_request(str(asked), str(answered))
         return 0
 
     with pytest.MonkeyPatch.context() as changed:
-        changed.setattr(opener, "run", run)
+        changed.setattr(opener, "run_opener", run)
         yield
 
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from conftest import NO_CONFIG
 
 from sft_play.config import invocation
-from sft_play.config.loader import PROJECT_ROOT, load
+from sft_play.config.loader import PROJECT_ROOT, load_merged
 from sft_play.plan.batch import BatchRequest
-from sft_play.plan.cards import parse
+from sft_play.plan.cards import parse_hardware
 from sft_play.plan.devices import Hardware
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes, step_bytes
 from sft_play.plan.model_shape import ModelShape
-from sft_play.plan.probe_fit import MeasuredFit, Point
-from sft_play.plan.resolve import resolve
+from sft_play.plan.probe_fit import MeasuredFit, ProbePoint
+from sft_play.plan.resolve import resolve_plan
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.step import Layout, StepSpec
 
@@ -109,14 +109,14 @@ def measured(
     checkpointed_layers: int,
     world_size: int = 1,
     change: Callable[[str, int], float] = unchanged,
-) -> Point:
+) -> ProbePoint:
     """Return the point that a device would give whose phases are the closed form's, changed."""
     layout = Layout(1, 2, world_size, tokens, checkpointed_layers)
     closed = step_bytes(step, layout).phases
     phases = {}
     for name in ("forward", "backward", "optimizer"):
         phases[name] = round(change(name, closed[name].total)) - closed[name].context
-    return Point(tokens, checkpointed_layers, accumulates=True, phases=phases)
+    return ProbePoint(tokens, checkpointed_layers, accumulates=True, phases=phases)
 
 
 def fit_of(
@@ -141,8 +141,8 @@ def plan_for(
 ) -> PlannedRun:
     """Return the plan of a config on some hardware; `environ` holds the variables of make."""
     environ = environ or {}
-    hardware = parse(gpus) if isinstance(gpus, str) else gpus
+    hardware = parse_hardware(gpus) if isinstance(gpus, str) else gpus
     with contextlib.chdir(PROJECT_ROOT):  # the path of the model that ships is relative to it
-        loaded = load(config, environ, settings)
-        call = invocation.read(environ)
-        return resolve(loaded, call, hardware, environ, distributed, use_deepspeed)
+        loaded = load_merged(config, environ, settings)
+        call = invocation.read_invocation(environ)
+        return resolve_plan(loaded, call, hardware, environ, distributed, use_deepspeed)

@@ -164,7 +164,7 @@ def work(folder: Path, prepare: Target | None = None, *arguments: Any) -> int:
     os.environ["ACCELERATE_USE_CPU"] = str(not uses_deepspeed).lower()
     if prepare is not None:
         prepare(*arguments)
-    return entry.main(folder)
+    return entry.run_worker(folder)
 
 
 def run_two_workers(folder: RunFolder, prepare: Target | None = None, *arguments: Any) -> list[int]:

@@ -12,8 +12,8 @@ from sft_play.runs.report import (
     Check,
     LengthHistogram,
     LoggedStep,
-    PeakBytes,
     PhasePeaks,
+    ReportedPeaks,
     RunReport,
 )
 from sft_play.runs.resumed import AskedRun
@@ -47,7 +47,7 @@ DONE = RunReport(
     versions={"torch": "2.13.0"},
     seconds={"train": 12.5, "total": 75.0},
     tokens_per_second=1234.0,
-    peak_bytes=PeakBytes(predicted=2 * GIB, measured=GIB),
+    peak_bytes=ReportedPeaks(predicted=2 * GIB, measured=GIB),
     memory=PhasePeaks(predicted={"load": GIB, "forward": 2 * GIB}, measured={"load": GIB}),
     metrics={
         "before": {"eval_loss": 3.5, "rougeL": 0.25},
@@ -98,7 +98,7 @@ def run_folder(
 ) -> RunFolder:
     """Return a folder with run.json, settings, losses and answers; half of the rows improved by default."""
     folder = RunFolder(path)
-    loaded = loader.load(None, {}, overrides)
+    loaded = loader.load_merged(None, {}, overrides)
     folder.write_config(Config.model_validate(loaded.config.model_dump()))
     write_text(folder.path / "plan.json", "{}")
     AskedRun.of(loaded, "make train TRAIN_LEARNING_RATE=0.001").write(folder)

@@ -90,7 +90,7 @@ def test_an_adapter_that_changed_its_base_is_loaded_as_by_peft_and_not_trained(
         return AutoModelForCausalLM.from_pretrained(tiny_base, dtype=torch.float32)
 
     expected = PeftModel.from_pretrained(base(), pissa)(IDS).logits
-    found = expert_adapters.load_adapter(base(), pissa)(IDS).logits
+    found = expert_adapters.load_frozen_adapter(base(), pissa)(IDS).logits
     torch.testing.assert_close(found, expected)
     with pytest.raises(ConfigError, match="init_lora_weights=pissa"):
         settings_of_adapter(str(pissa), tmp_path)
@@ -120,12 +120,12 @@ def test_every_tensor_of_an_adapter_is_used_or_it_is_refused(
         if parameter.requires_grad:
             parameter.data.add_(0.1)
     model.save_pretrained(tmp_path, save_embedding_layers=saves_embeddings)
-    found = expert_adapters.load_adapter(base(), tmp_path)(IDS).logits
+    found = expert_adapters.load_frozen_adapter(base(), tmp_path)(IDS).logits
     torch.testing.assert_close(found, model(IDS).logits)
     path = tmp_path / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | narrower))
     with pytest.raises((CheckpointError, RuntimeError), match=r"\d tensors are in|size mismatch"):
-        expert_adapters.load_adapter(base(), tmp_path)
+        expert_adapters.load_frozen_adapter(base(), tmp_path)
 
 
 def test_another_type_of_adapter_is_refused_before_any_weight_is_read(pissa: Path) -> None:

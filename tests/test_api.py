@@ -19,7 +19,7 @@ from sft_play.errors import (
     ExitClass,
     SftPlayError,
     StoppedOnRequest,
-    of_class,
+    error_of_class,
 )
 
 SMALL = {
@@ -68,7 +68,7 @@ def test_settings_of_several_sources_arrive_as_they_were_given():
 
     sources = [{"path": "a.jsonl", "weight": 2.0}, "b.jsonl"]
     given = api.read_settings({"data": {"train_path": sources}})
-    data = loader.load("tiny", overrides=given.overrides).config.data
+    data = loader.load_merged("tiny", overrides=given.overrides).config.data
     assert [data.train_path[0].path, data.train_path[0].weight] == ["a.jsonl", 2.0]
 
 
@@ -100,8 +100,8 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
 
 
 def test_an_exit_class_comes_back_as_its_error():
-    assert type(of_class(14, "loss is NaN")) is DivergedError
-    lost = of_class(17, "rank 1 is gone")
+    assert type(error_of_class(14, "loss is NaN")) is DivergedError
+    lost = error_of_class(17, "rank 1 is gone")
     assert (type(lost), lost.exit_class) == (SftPlayError, ExitClass.PEER_LOST)
 
 

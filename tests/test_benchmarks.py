@@ -28,7 +28,7 @@ from sft_play.commands import call as calls
 from sft_play.plan.memory import PHASES
 from sft_play.plan.step import Layout
 from sft_play.runs.metrics import MetricsLine
-from sft_play.runs.report import LoggedLoss, PeakBytes, RunReport
+from sft_play.runs.report import LoggedLoss, ReportedPeaks, RunReport
 
 GIB = 2**30
 RESULTS = ROOT / "benchmarks" / "results"
@@ -192,7 +192,7 @@ def test_the_closed_form_counts_only_for_the_step_that_was_trained(batch_size, i
 
 def test_a_refusal_counts_only_for_what_cannot_fit_and_a_peak_must_be_measured() -> None:
     before = {"per_device_batch_size": 1, "checkpointed_layers": 0, "budget_bytes": 9, "phases": {}}
-    found = read_figures(before, None, RunReport(global_step=6, peak_bytes=PeakBytes(GIB)))
+    found = read_figures(before, None, RunReport(global_step=6, peak_bytes=ReportedPeaks(GIB)))
     for name, faults in (("14b-full-float32", 0), ("14b-lora", 1)):
         refused = Result(name, "ours-bnb", status="refused", cause="needs 248 GiB")
         assert len(find_faults(Case(WORKLOADS[name], OURS), refused, found)) == faults

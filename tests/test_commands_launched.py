@@ -8,22 +8,22 @@ import threading
 import pytest
 
 from sft_play.commands import launched as launching
-from sft_play.config.place import Place
+from sft_play.config.place import LaunchPlace
 from sft_play.errors import EnvironmentFault
 from sft_play.plan.launch import WORKER, free_port
 from sft_play.runs.folder import RunFolder
 
 
 @pytest.fixture
-def place() -> Place:
+def place() -> LaunchPlace:
     """The second of three processes on this machine."""
-    return Place(1, 3, 1, 3, "127.0.0.1", free_port())
+    return LaunchPlace(1, 3, 1, 3, "127.0.0.1", free_port())
 
 
 class Waiting(threading.Thread):
     """Another process of the machine, which waits for the first one's answer."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LaunchPlace) -> None:
         super().__init__(daemon=True)
         self.place = place
         self.answer: object = "none yet"
@@ -43,7 +43,7 @@ def test_all_that_wait_hear_of_the_run_also_those_that_came_first(place, tmp_pat
     late = Waiting(place)
     with meeting:
         meeting.announce(RunFolder(tmp_path))
-    assert early.result() == late.result() == launching.Answer(str(tmp_path))
+    assert early.result() == late.result() == launching.LeaderMessage(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_all_that_wait_end_as_the_first_one_does(place, end, code):
     waiting = [Waiting(place), Waiting(place)]
     with pytest.raises(type(end)), meeting:
         raise end
-    assert [each.result() for each in waiting] == [launching.Answer(exit_code=code)] * 2
+    assert [each.result() for each in waiting] == [launching.LeaderMessage(exit_code=code)] * 2
 
 
 def test_all_that_wait_notice_that_the_first_one_was_killed(place):
@@ -81,7 +81,7 @@ def test_two_launches_do_not_share_a_port(place):
 
 def test_one_process_is_left_where_one_is_forced():
     environ = {"WORLD_SIZE": "2", "UNSLOTH_FORCE_SINGLE_GPU": "1", "DEVICE": "cpu"}
-    started = [launching.read({**environ, "RANK": rank}) for rank in ("0", "1")]
+    started = [launching.read_launch({**environ, "RANK": rank}) for rank in ("0", "1")]
     assert [each.is_surplus for each in started] == [False, True]
     assert started[0].place is None
     assert "WORLD_SIZE" not in started[0].environ

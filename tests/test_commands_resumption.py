@@ -25,7 +25,7 @@ from sft_play.plan.run_plan import PlannedRun
 from sft_play.process_id import ProcessId
 from sft_play.runs import lock
 from sft_play.runs.folder import RunFolder, give_up_name
-from sft_play.runs.metrics import read
+from sft_play.runs.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_CONFIG = ROOT / "tests" / "fixtures" / "empty.yaml"
@@ -82,7 +82,7 @@ def test_the_same_command_again_goes_on_in_the_same_folder_as_if_it_had_never_st
     logged = [
         [
             (line.step, line.values["loss"])
-            for line in read(run.metrics).lines
+            for line in read_metrics(run.metrics).lines
             if "loss" in line.values
         ]
         for run in (folder, whole)

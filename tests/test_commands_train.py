@@ -42,7 +42,7 @@ def test_a_run_that_failed_in_its_rows_does_not_keep_its_name(tmp_path, capsys):
         "DATA_TRAIN_PATH": str(rows),
         "TRAIN_OUTPUT_DIR": str(tmp_path / "out"),
     }
-    call = calls.Call(invocation.read(environ), environ, ())
+    call = calls.Call(invocation.read_invocation(environ), environ, ())
     for _ in range(2):
         with pytest.raises(DataError):
             training.prepare_run(call, distributed=False, use_deepspeed=False)
@@ -162,7 +162,7 @@ def test_machines_that_share_a_disk_write_a_folder_each(tmp_path):
             "NODE_RANK": node_rank,
             "TRAIN_OUTPUT_DIR": str(tmp_path),
         }
-        call = calls.Call(invocation.read(environ), environ, ())
+        call = calls.Call(invocation.read_invocation(environ), environ, ())
         loaded = calls.load_config(call)
         names.append(training.new_run(call, loaded, loaded.config).name)
     assert names == ["mine", "mine-node1"]

@@ -11,7 +11,7 @@ import pytest
 
 from sft_play.config import on_resume, present, reference
 from sft_play.config.layers import displayed
-from sft_play.config.loader import CONFIGS, LoadedConfig, environment, load
+from sft_play.config.loader import CONFIGS, LoadedConfig, environment, load_merged
 from sft_play.config.schema import Config, SourceSection, env_name, settings
 from sft_play.config.yaml_source import Located, read_mapping
 from sft_play.errors import ConfigError
@@ -38,26 +38,29 @@ def value(loaded: LoadedConfig, path: str) -> object:
 
 def test_each_layer_overrides_the_one_before_and_names_itself(folder):
     path = "train.logging_steps"
-    assert (value(load(EMPTY), path), load(EMPTY).origin[path]) == ("auto", "built-in default")
+    assert (value(load_merged(EMPTY), path), load_merged(EMPTY).origin[path]) == (
+        "auto",
+        "built-in default",
+    )
     (folder / "low.yaml").write_text("train:\n  logging_steps: 1\n")
     (folder / "high.yaml").write_text("train:\n  logging_steps: 2\n")
     (folder / "a.yaml").write_text("include: [low.yaml, high.yaml]\n")
-    assert load("a.yaml").origin[path] == "high.yaml:2"
+    assert load_merged("a.yaml").origin[path] == "high.yaml:2"
     (folder / "a.yaml").write_text("train:\n\n  logging_steps: 3\ninclude: [low.yaml, high.yaml]\n")
-    loaded = load("a.yaml")
+    loaded = load_merged("a.yaml")
     assert (value(loaded, path), loaded.origin[path]) == (3, "a.yaml:3")
     environ = {"TRAIN_LOGGING_STEPS": "4"}
-    loaded = load("a.yaml", environ)
+    loaded = load_merged("a.yaml", environ)
     assert (value(loaded, path), loaded.origin[path]) == (4, "environment TRAIN_LOGGING_STEPS")
     target = {path: Located(5, "make train-x")}
-    loaded = load("a.yaml", environ, target=target)
+    loaded = load_merged("a.yaml", environ, target=target)
     assert (value(loaded, path), loaded.origin[path]) == (5, "make train-x")
-    loaded = load("a.yaml", environ, [f"{path}=6"], target)
+    loaded = load_merged("a.yaml", environ, [f"{path}=6"], target)
     assert (value(loaded, path), loaded.origin[path]) == (6, f"--set {path}")
 
 
 def test_changed_settings_are_in_a_copy():
-    config = load(EMPTY).config
+    config = load_merged(EMPTY).config
     changed = config.changed({"train.logging_steps": 7, "tuning.lora.r": 4})
     assert (changed.train.logging_steps, changed.tuning.lora.r) == (7, 4)
     assert (config.train.logging_steps, config.tuning.lora.r) == ("auto", 16)
@@ -65,9 +68,9 @@ def test_changed_settings_are_in_a_copy():
 
 
 def test_a_preset_is_found_by_its_name_from_any_folder(folder):
-    assert load("small").source == CONFIGS / "small.yaml"
+    assert load_merged("small").source == CONFIGS / "small.yaml"
     (folder / "small").mkdir()
-    assert load("small").source == CONFIGS / "small.yaml", "a folder does not hide it"
+    assert load_merged("small").source == CONFIGS / "small.yaml", "a folder does not hide it"
 
 
 def test_includes_are_relative_to_the_including_file_and_count_once(folder):
@@ -78,7 +81,7 @@ def test_includes_are_relative_to_the_including_file_and_count_once(folder):
         "include: ../sub/common.yaml\ntrain: {save_steps: 7}\n"
     )
     (folder / "a.yaml").write_text("include:\n  - sub/left.yaml\n  - sub/right.yaml\n")
-    train = load("a.yaml").config.train
+    train = load_merged("a.yaml").config.train
     assert (train.epochs, train.seed, train.save_steps) == (
         2,
         1,
@@ -88,11 +91,11 @@ def test_includes_are_relative_to_the_including_file_and_count_once(folder):
 
 def test_merge_keys_and_anchors_keep_the_line_where_a_value_stands(folder):
     (folder / "a.yaml").write_text("train: &t\n  epochs: 2\n  seed: 3\n")
-    assert load("a.yaml").origin["train.seed"] == "a.yaml:3"
+    assert load_merged("a.yaml").origin["train.seed"] == "a.yaml:3"
     (folder / "b.yaml").write_text(
         "<<: {train: {epochs: 2}, data: {val_size: 0.1}}\ntrain: {seed: 3}\n"
     )
-    loaded = load("b.yaml")
+    loaded = load_merged("b.yaml")
     assert (loaded.config.data.val_size, loaded.config.train.seed, loaded.config.train.epochs) == (
         0.1,
         3,
@@ -106,7 +109,7 @@ def test_aliases_that_multiply_are_refused_in_no_time(folder):
     ]
     (folder / "a.yaml").write_text("\n".join(lines))
     with pytest.raises(ConfigError, match=r"a.yaml:5: .*aliases repeat values.*over 20,000"):
-        load("a.yaml")
+        load_merged("a.yaml")
 
 
 def source(path: str, weight: float) -> SourceSection:
@@ -153,7 +156,7 @@ def source(path: str, weight: float) -> SourceSection:
 )
 def test_yaml_means_what_it_says(folder, text, path, wanted):
     (folder / "a.yaml").write_bytes(text.encode())
-    got = value(load("a.yaml"), path)
+    got = value(load_merged("a.yaml"), path)
     assert (got, type(got)) == (wanted, type(wanted))
 
 
@@ -183,7 +186,7 @@ def test_yaml_means_what_it_says(folder, text, path, wanted):
 )
 def test_a_variable_is_read_by_the_type_of_its_setting(name, text, wanted):
     path = next(path for path in settings() if env_name(path) == name)
-    got = value(load(EMPTY, {name: text}), path)
+    got = value(load_merged(EMPTY, {name: text}), path)
     assert (got, type(got)) == (wanted, type(wanted))
 
 
@@ -192,7 +195,7 @@ def test_overrides_are_read_like_variables_and_a_bare_load_reads_no_environment(
 ):
     monkeypatch.setenv("TRAIN_SEED", "7")
     assert environment()["TRAIN_SEED"] == "7"
-    loaded = load(
+    loaded = load_merged(
         EMPTY, overrides=["data.system_prompt=a=b", "train.max_steps=null", "train.batch_size=2"]
     )
     assert (
@@ -205,7 +208,7 @@ def test_overrides_are_read_like_variables_and_a_bare_load_reads_no_environment(
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_config_that_ships_loads_and_opens_with_its_command(name):
-    load(f"{CONFIGS / name}.yaml")
+    load_merged(f"{CONFIGS / name}.yaml")
     if name != "base":
         assert (CONFIGS / f"{name}.yaml").read_text().startswith("# make ")
 
@@ -229,7 +232,7 @@ def leaves(name: str) -> dict[str, object]:
     "name", ["multi_gpu_config", "evaluation", "rtx4090_sli", "a100_pair", "h200_quad"]
 )
 def test_a_printed_block_loads_exactly_as_it_stands(name):
-    loaded = load(str(PRINTED / f"{name}.yaml"))
+    loaded = load_merged(str(PRINTED / f"{name}.yaml"))
     for path, wanted in leaves(PRINTED / f"{name}.yaml").items():
         assert value(loaded, path) == wanted
         assert loaded.is_set(path)
@@ -250,12 +253,12 @@ def test_each_printed_alternative_loads_and_all_at_once_are_refused_with_both_li
     loaded = []
     for number, block in enumerate(re.split(r"\n\n", text)):
         (folder / f"{number}.yaml").write_text(block)
-        train = load(f"{number}.yaml").config.train
+        train = load_merged(f"{number}.yaml").config.train
         loaded.append((train.batch_size, train.grad_accum))
     assert loaded == [(4, 4), (8, 4), (16, 2)]
     (folder / "all.yaml").write_text(text)
     with pytest.raises(ConfigError) as error:
-        load("all.yaml")
+        load_merged("all.yaml")
     twice = [re.findall(r"\d+", line) for line in str(error.value).splitlines()]
     assert twice == [["9", "2"], ["11", "4"], ["16", "2"], ["18", "4"]]
 
@@ -269,8 +272,8 @@ def test_every_setting_has_a_sentence_and_a_variable_of_its_own():
 
 
 def test_json_holds_every_value_and_every_origin_as_plain_data():
-    loaded = load("multi_gpu_config", {"TRAIN_BATCH_SIZE": "2"})
-    shown = json.loads(json.dumps(present.as_json(loaded)))
+    loaded = load_merged("multi_gpu_config", {"TRAIN_BATCH_SIZE": "2"})
+    shown = json.loads(json.dumps(present.settings_json(loaded)))
     assert shown["values"]["train"]["batch_size"] == 2
     assert shown["origin"]["train.batch_size"] == "environment TRAIN_BATCH_SIZE"
     assert set(shown["origin"]) == set(settings())
@@ -278,7 +281,7 @@ def test_json_holds_every_value_and_every_origin_as_plain_data():
 
 
 def test_lines_are_aligned_and_name_origins():
-    lines = present.as_lines(load("multi_gpu_config", {"DATA_SYSTEM_PROMPT": "x" * 200}))
+    lines = present.as_lines(load_merged("multi_gpu_config", {"DATA_SYSTEM_PROMPT": "x" * 200}))
     assert len(lines) == len(settings())
     assert len({line.index(" = ") for line in lines}) == 1
     (line,) = [line for line in lines if line.startswith("train.ddp_bucket_cap_mb ")]

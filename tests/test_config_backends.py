@@ -18,7 +18,7 @@ def test_every_backend_that_a_config_can_name_has_a_row():
 @every_backend
 def test_the_files_that_a_row_names_ship(backend):
     assert (loader.PROJECT_ROOT / backend.requirements).is_file()
-    shipped = loader.load(backend.default_config)
+    shipped = loader.load_merged(backend.default_config)
     assert shipped.config.tuning.backend == backend.name
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from sft_play.config import deepspeed, deepspeed_keys
 from sft_play.config.loader import CONFIGS
-from sft_play.config.yaml_source import read_json
+from sft_play.config.yaml_source import read_commented_json
 from sft_play.errors import ConfigError
 
 PRINTED = Path(__file__).parent / "fixtures" / "printed_configs" / "deepspeed_custom.json"
@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 )
 def test_json_with_comments_and_trailing_commas_is_read(folder, text, value):
     (folder / "a.json").write_text(text, encoding="utf-8")
-    assert read_json(Path("a.json")).value == value
+    assert read_commented_json(Path("a.json")).value == value
 
 
 @pytest.mark.parametrize(
@@ -58,22 +58,22 @@ def test_json_with_comments_and_trailing_commas_is_read(folder, text, value):
 def test_broken_json_is_refused_with_line_and_column(folder, text, place):
     (folder / "a.json").write_text(text)
     with pytest.raises(ConfigError) as error:
-        read_json(Path("a.json"))
+        read_commented_json(Path("a.json"))
     assert str(error.value).startswith(place)
 
 
 def test_the_printed_json_is_read_and_resolved():
-    raw = deepspeed.read(PRINTED)
-    assert (deepspeed.zero_stage(raw), deepspeed.offloads(raw), deepspeed.precision(raw)) == (
+    raw = deepspeed.read_deepspeed_json(PRINTED)
+    assert (deepspeed.zero_stage(raw), deepspeed.offloads(raw), deepspeed.json_precision(raw)) == (
         3,
         (True, True),
         "bf16",
     )
     before = copy.deepcopy(raw)
-    resolved = deepspeed.resolve(raw, RUN)
+    resolved = deepspeed.resolve_deepspeed(raw, RUN)
     assert (
         resolved
-        == deepspeed.resolve(resolved, RUN)
+        == deepspeed.resolve_deepspeed(resolved, RUN)
         == {
             "zero_optimization": {
                 "stage": 3,
@@ -96,21 +96,21 @@ def test_the_printed_json_is_read_and_resolved():
     ("name", "stage"), [("deepspeed_zero2.json", 2), ("deepspeed_zero3.json", 3)]
 )
 def test_a_json_that_ships_fits_every_precision(name, stage):
-    raw = deepspeed.read(CONFIGS / name)
-    assert (deepspeed.zero_stage(raw), deepspeed.offloads(raw), deepspeed.precision(raw)) == (
+    raw = deepspeed.read_deepspeed_json(CONFIGS / name)
+    assert (deepspeed.zero_stage(raw), deepspeed.offloads(raw), deepspeed.json_precision(raw)) == (
         stage,
         (False, False),
         None,
     )
     for bf16, fp16 in ((True, False), (False, True), (False, False)):
-        resolved = deepspeed.resolve(raw, replace(RUN, bf16=bf16, fp16=fp16))
+        resolved = deepspeed.resolve_deepspeed(raw, replace(RUN, bf16=bf16, fp16=fp16))
         assert (resolved["bf16"]["enabled"], resolved["fp16"]["enabled"]) == (bf16, fp16)
         assert '"auto"' not in str(resolved).replace("'", '"')
-        assert deepspeed.resolve(resolved, replace(RUN, bf16=bf16, fp16=fp16)) == resolved
+        assert deepspeed.resolve_deepspeed(resolved, replace(RUN, bf16=bf16, fp16=fp16)) == resolved
 
 
 def test_a_json_without_batch_keys_gets_all_three():
-    resolved = deepspeed.resolve({}, RUN)
+    resolved = deepspeed.resolve_deepspeed({}, RUN)
     assert (
         resolved["train_micro_batch_size_per_gpu"],
         resolved["gradient_accumulation_steps"],
@@ -121,16 +121,16 @@ def test_a_json_without_batch_keys_gets_all_three():
 
 def test_cpu_offload_takes_parameters_at_stage_3_only():
     offload = {"device": "cpu", "pin_memory": True}
-    zero = deepspeed.resolve({"zero_optimization": {"stage": 2, "cpu_offload": True}}, RUN)[
-        "zero_optimization"
-    ]
+    zero = deepspeed.resolve_deepspeed(
+        {"zero_optimization": {"stage": 2, "cpu_offload": True}}, RUN
+    )["zero_optimization"]
     assert zero == {"stage": 2, "offload_optimizer": offload}
-    zero = deepspeed.resolve({"zero_optimization": {"stage": 2, "cpu_offload": False}}, RUN)[
-        "zero_optimization"
-    ]
+    zero = deepspeed.resolve_deepspeed(
+        {"zero_optimization": {"stage": 2, "cpu_offload": False}}, RUN
+    )["zero_optimization"]
     assert zero == {"stage": 2}
     zero = {"stage": 3, "cpu_offload_param": True, "cpu_offload_use_pin_memory": False}
-    assert deepspeed.resolve({"zero_optimization": zero}, RUN)["zero_optimization"][
+    assert deepspeed.resolve_deepspeed({"zero_optimization": zero}, RUN)["zero_optimization"][
         "offload_param"
     ] == {"device": "cpu", "pin_memory": False}
 
@@ -142,14 +142,14 @@ def test_buffer_sizes_follow_the_model_or_deepspeeds_defaults():
         "stage3_param_persistence_threshold",
     )
     raw = {"zero_optimization": {"stage": 3, **dict.fromkeys(names, "auto")}}
-    sized = deepspeed.resolve(raw, replace(RUN, hidden_size=4096))["zero_optimization"]
+    sized = deepspeed.resolve_deepspeed(raw, replace(RUN, hidden_size=4096))["zero_optimization"]
     assert [sized[name] for name in names] == [16_777_216, 15_099_494, 40_960]
-    sized = deepspeed.resolve(raw, RUN)["zero_optimization"]
+    sized = deepspeed.resolve_deepspeed(raw, RUN)["zero_optimization"]
     assert [sized[name] for name in names] == [500_000_000, 50_000_000, 100_000]
 
 
 def test_the_old_name_of_bf16_is_read():
-    resolved = deepspeed.resolve(
+    resolved = deepspeed.resolve_deepspeed(
         {"bfloat16": {"enabled": "auto", "check_grad_overflow": False}}, RUN
     )
     assert resolved["bf16"] == {"enabled": True, "check_grad_overflow": False}
@@ -179,7 +179,7 @@ def test_the_old_name_of_bf16_is_read():
 )
 def test_a_contradiction_shows_both_sides(raw, facts):
     with pytest.raises(ConfigError) as error:
-        deepspeed.resolve(raw, RUN, source="a.json")
+        deepspeed.resolve_deepspeed(raw, RUN, source="a.json")
     assert all(fact in str(error.value) for fact in ["a.json: ", '"auto"', *facts.split()])
 
 
@@ -256,7 +256,7 @@ BAD_JSON = [
 def test_bad_json_values_are_refused_with_their_place(folder, text, facts):
     (folder / "a.json").write_text(text)
     with pytest.raises(ConfigError) as error:
-        deepspeed.read("a.json")
+        deepspeed.read_deepspeed_json("a.json")
     (line,) = str(error.value).splitlines()
     assert line.startswith("a.json:") and all(fact in line for fact in facts.split()), line
 
@@ -270,7 +270,7 @@ def test_switches_and_numbers_are_keys_that_are_known():
 def test_a_missing_json_is_refused_with_the_nearest():
     path = CONFIGS / "deepspeed_zero4.json"
     with pytest.raises(ConfigError, match=f"DEEPSPEED_CONFIG={path}: .*deepspeed_zero[23].json"):
-        deepspeed.read(path)
+        deepspeed.read_deepspeed_json(path)
 
 
 @pytest.fixture(scope="module")

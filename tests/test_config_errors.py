@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.loader import load
+from sft_play.config.loader import load_merged
 from sft_play.config.schema import env_name, kinds, settings
 from sft_play.errors import ConfigError
 
@@ -94,7 +94,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def message(*arguments: object) -> str:
     with pytest.raises(ConfigError) as error:
-        load(*arguments)
+        load_merged(*arguments)
     return str(error.value)
 
 
@@ -138,7 +138,9 @@ def test_the_value_of_a_foreign_variable_is_never_shown():
 
 
 def test_variables_with_other_prefixes_are_left_alone():
-    assert load(EMPTY, {"TRAINER": "x", "MODELS_X": "x", "PATH": "x", "DATA": "x"}) == load(EMPTY)
+    assert load_merged(
+        EMPTY, {"TRAINER": "x", "MODELS_X": "x", "PATH": "x", "DATA": "x"}
+    ) == load_merged(EMPTY)
 
 
 BAD_OVERRIDES = [

@@ -8,7 +8,7 @@ from conftest import ROOT
 from sft_play.commands.call import read_call
 from sft_play.commands.init import init
 from sft_play.config.foreign import translate
-from sft_play.config.loader import load
+from sft_play.config.loader import load_merged
 from sft_play.errors import ConfigError
 
 AXOLOTL = """
@@ -110,7 +110,7 @@ def test_the_file_that_is_written_loads(tmp_path):
     out = tmp_path / "config.yaml"
     told = init(read_call(environ={"FROM": str(tmp_path / "other.yml"), "OUT": str(out)}))
     assert told[0] == f"wrote {out}: 8 settings" and told[-1] == f"next make plan CONFIG={out}"
-    loaded = load(str(out))
+    loaded = load_merged(str(out))
     assert loaded.config.tuning.mode == "qlora" and loaded.config.train.epochs == "auto"
     assert "hf_abc" not in out.read_text()
 
@@ -154,7 +154,7 @@ def test_a_step_of_packed_sequences_becomes_rows_of_their_mean_length(tmp_path, 
     environ = {"FROM": str(tmp_path / "other.yml"), "OUT": str(out), "DEVICE": "cpu"}
     environ["DATA_CACHE_DIR"] = str(tmp_path / "cache")
     told = init(read_call(environ=environ))
-    data, train = (getattr(load(str(out)).config, name) for name in ("data", "train"))
+    data, train = (getattr(load_merged(str(out)).config, name) for name in ("data", "train"))
     assert data.train_path[0].path == str(tmp_path / "data" / "rows.jsonl")
     assert "a step there is 16,384 tokens in packed sequences" in told[1]
     if has_rows:

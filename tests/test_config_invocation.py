@@ -2,12 +2,12 @@
 
 import pytest
 
-from sft_play.config.invocation import Invocation, read
+from sft_play.config.invocation import Invocation, read_invocation
 from sft_play.errors import ConfigError
 
 
 def test_nothing_set_is_one_machine_left_to_itself():
-    assert read({}) == Invocation(
+    assert read_invocation({}) == Invocation(
         config=None, run=None, num_gpus=None, deepspeed_config=None, tb_port=6006, device="auto",
         nnodes=1, node_rank=0, master_addr="127.0.0.1", master_port=None, gpus=None, exact=False,
     )  # fmt: skip
@@ -31,8 +31,14 @@ def test_every_variable_arrives_typed_and_an_empty_one_counts_as_unset():
         "EXACT": "1",
     }
     typed = ("configs/a.yaml", "first", "auto", True, 2, "a.json", 7007, "cpu", 2, 1)
-    assert read(environ | {"OTHER": "x"}) == Invocation(*typed, "10.0.0.1", 29500, "4xH200", True)
-    assert read(dict.fromkeys(environ, "")) == read(dict.fromkeys(environ, "  ")) == read({})
+    assert read_invocation(environ | {"OTHER": "x"}) == Invocation(
+        *typed, "10.0.0.1", 29500, "4xH200", True
+    )
+    assert (
+        read_invocation(dict.fromkeys(environ, ""))
+        == read_invocation(dict.fromkeys(environ, "  "))
+        == read_invocation({})
+    )
 
 
 @pytest.mark.parametrize(
@@ -53,13 +59,13 @@ def test_every_variable_arrives_typed_and_an_empty_one_counts_as_unset():
 )
 def test_a_wrong_variable_is_named_with_its_value(environ, facts):
     with pytest.raises(ConfigError) as error:
-        read(environ)
+        read_invocation(environ)
     assert all(fact in str(error.value) for fact in facts.split(" ")), error.value
 
 
 def test_unsloths_variable_gives_one_process():
-    assert read({"UNSLOTH_FORCE_SINGLE_GPU": "1"}).num_gpus == 1
-    assert read({"UNSLOTH_FORCE_SINGLE_GPU": "0"}).num_gpus is None
+    assert read_invocation({"UNSLOTH_FORCE_SINGLE_GPU": "1"}).num_gpus == 1
+    assert read_invocation({"UNSLOTH_FORCE_SINGLE_GPU": "0"}).num_gpus is None
     for several in ({"NUM_GPUS": "2"}, {"NNODES": "2"}):
         with pytest.raises(ConfigError, match="=2 with UNSLOTH_FORCE_SINGLE_GPU=1: leave one"):
-            read({"UNSLOTH_FORCE_SINGLE_GPU": "1", **several})
+            read_invocation({"UNSLOTH_FORCE_SINGLE_GPU": "1", **several})

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from sft_play.config.place import (
-    Place,
+    LaunchPlace,
     as_for_make,
     is_of_launcher,
-    read,
+    read_place,
     remarks,
     without_launcher,
 )
@@ -58,7 +58,7 @@ BY_HAND = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "29500",
 }
-SECOND = Place(1, 2, 1, 2, "127.0.0.1", 29500)
+SECOND = LaunchPlace(1, 2, 1, 2, "127.0.0.1", 29500)
 
 
 @pytest.mark.parametrize(
@@ -68,29 +68,29 @@ SECOND = Place(1, 2, 1, 2, "127.0.0.1", 29500)
         ({"RANK": "", "WORLD_SIZE": " "}, None),
         (TORCHRUN, SECOND),
         (ACCELERATE, SECOND),
-        (ACCELERATE_DEEPSPEED, Place(1, 2, 1, 2, "127.0.0.1", 29500, True, "mine.json")),
+        (ACCELERATE_DEEPSPEED, LaunchPlace(1, 2, 1, 2, "127.0.0.1", 29500, True, "mine.json")),
         (
             {**ACCELERATE, "ACCELERATE_USE_FSDP": "true"},
-            Place(1, 2, 1, 2, "127.0.0.1", 29500, uses_fsdp=True),
+            LaunchPlace(1, 2, 1, 2, "127.0.0.1", 29500, uses_fsdp=True),
         ),
-        (DEEPSPEED, Place(1, 2, 1, 2, "127.0.0.1", 29500, True)),
+        (DEEPSPEED, LaunchPlace(1, 2, 1, 2, "127.0.0.1", 29500, True)),
         ({**DEEPSPEED, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"},
-         Place(0, 1, 0, 1, "127.0.0.1", 29500, True)),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Place(1, 2, 1, 2, "localhost", 12355)),
-        (BY_HAND, Place(1, 2, 1, 2, "localhost", 29500)),
+         LaunchPlace(0, 1, 0, 1, "127.0.0.1", 29500, True)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, LaunchPlace(1, 2, 1, 2, "localhost", 12355)),
+        (BY_HAND, LaunchPlace(1, 2, 1, 2, "localhost", 29500)),
         ({**BY_HAND, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, None),
         ({"LOCAL_RANK": "0"}, None),
         ({**TORCHRUN, "RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"},
-         Place(3, 4, 1, 2, "10.0.0.1", 29500)),
+         LaunchPlace(3, 4, 1, 2, "10.0.0.1", 29500)),
     ],
 )  # fmt: skip
 def test_a_place_is_what_the_launcher_set(environ, place):
-    assert read(environ) == place
+    assert read_place(environ) == place
 
 
 def test_torch_finds_the_place_by_the_same_variables_whoever_set_them():
     expected = {name: value for name, value in TORCHRUN.items() if name in SECOND.variables()}
-    assert read(DEEPSPEED).variables() == read(TORCHRUN).variables() == expected
+    assert read_place(DEEPSPEED).variables() == read_place(TORCHRUN).variables() == expected
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_torch_finds_the_place_by_the_same_variables_whoever_set_them():
 )  # fmt: skip
 def test_a_place_that_cannot_be_is_refused(environ, message):
     with pytest.raises(ConfigError, match=message):
-        read(environ)
+        read_place(environ)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_a_place_that_cannot_be_is_refused(environ, message):
 def test_the_run_is_that_of_make_with_these_variables(environ, variables):
     users = {"PATH": "/bin", "TRAIN_BATCH_SIZE": "4", "CUDA_VISIBLE_DEVICES": "1,2"}
     kept = {name: value for name, value in environ.items() if "ELASTIC" in name}
-    place = read(environ)
+    place = read_place(environ)
     own = without_launcher(environ | users, place)
     assert own == kept | users
     assert as_for_make(own, place) == kept | users | variables
@@ -142,7 +142,7 @@ def test_a_process_without_a_launcher_may_be_a_machine_of_make():
 
 def test_the_users_own_deepspeed_json_wins_over_accelerates():
     environ = {**ACCELERATE_DEEPSPEED, "DEEPSPEED_CONFIG": "yours.json"}
-    assert as_for_make(environ, read(environ))["DEEPSPEED_CONFIG"] == "yours.json"
+    assert as_for_make(environ, read_place(environ))["DEEPSPEED_CONFIG"] == "yours.json"
 
 
 @pytest.mark.parametrize(
@@ -157,12 +157,12 @@ def test_the_users_own_deepspeed_json_wins_over_accelerates():
 )
 def test_what_contradicts_the_launcher_is_refused(environ, message):
     with pytest.raises(ConfigError, match=message):
-        as_for_make(environ, read(environ))
+        as_for_make(environ, read_place(environ))
 
 
 def test_a_number_type_of_accelerate_is_not_dropped_without_a_word():
     assert remarks(ACCELERATE, SECOND) == remarks({}, None) == []
-    assert "LOCAL_WORLD_SIZE=2" in remarks(BY_HAND, read(BY_HAND))[0]
+    assert "LOCAL_WORLD_SIZE=2" in remarks(BY_HAND, read_place(BY_HAND))[0]
     given = {"ACCELERATE_MIXED_PRECISION": "bf16"}
     for place in (None, SECOND):
         assert "mixed precision bf16 does not count" in remarks(given, place)[0]

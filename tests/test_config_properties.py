@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from sft_play.config import rules, yaml_source
-from sft_play.config.loader import LoadedConfig, load, nested
+from sft_play.config.loader import LoadedConfig, load_merged, nested
 from sft_play.config.schema import Config, is_structured, kinds
 from sft_play.config.schema import settings as settings_of
 from sft_play.errors import ConfigError
@@ -136,7 +136,7 @@ def random_config(seed: int, text: typing.Callable[[random.Random], str]) -> Con
 
 def reloaded(path: Path, text: str) -> LoadedConfig:
     path.write_text(text, encoding="utf-8")
-    return load(str(path))
+    return load_merged(str(path))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -154,7 +154,7 @@ def test_a_config_given_as_overrides_equals_the_same_as_a_file(tmp_path, seed):
     config = random_config(seed, plain_text)
     entries = [f"{path}={_spelled(config, path)}" for path in settings()]
     (tmp_path / "empty.yaml").touch()
-    assert load(str(tmp_path / "empty.yaml"), overrides=entries).config == config
+    assert load_merged(str(tmp_path / "empty.yaml"), overrides=entries).config == config
 
 
 def _spelled(config: Config, path: str) -> str:

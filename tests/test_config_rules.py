@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.loader import load
+from sft_play.config.loader import load_merged
 from sft_play.config.rules import RULES
 from sft_play.errors import ConfigError
 
@@ -146,7 +146,7 @@ CASES = [
 )
 def test_a_broken_rule_shows_values_origins_and_advice(rule, broken):
     with pytest.raises(ConfigError) as error:
-        load(EMPTY, None, broken)
+        load_merged(EMPTY, None, broken)
     (line,) = str(error.value).splitlines()
     assert line.endswith(f": {rule.advice}")
     for name in rule.names:
@@ -156,7 +156,7 @@ def test_a_broken_rule_shows_values_origins_and_advice(rule, broken):
 
 @pytest.mark.parametrize("kept", [kept for _, kept in CASES])
 def test_the_case_beside_it_is_allowed(kept):
-    loaded = load(EMPTY, None, kept)
+    loaded = load_merged(EMPTY, None, kept)
     assert {loaded.origin[entry.partition("=")[0]] for entry in kept} == {
         f"--set {entry.partition('=')[0]}" for entry in kept
     }
@@ -164,9 +164,9 @@ def test_the_case_beside_it_is_allowed(kept):
 
 def test_unsloth_has_no_paged_optimizers_for_every_weight():
     paged = ["tuning.mode=full", "train.optim=paged_adamw_8bit", "tuning.backend={}"]
-    load(EMPTY, None, [word.format("bnb") for word in paged])
+    load_merged(EMPTY, None, [word.format("bnb") for word in paged])
     with pytest.raises(ConfigError, match="every weight without paging; set TRAIN_OPTIM="):
-        load(EMPTY, None, [word.format("unsloth") for word in paged])
+        load_merged(EMPTY, None, [word.format("unsloth") for word in paged])
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_unsloth_has_no_paged_optimizers_for_every_weight():
 )
 def test_a_score_that_is_never_produced_is_refused(words, said):
     with pytest.raises(ConfigError) as error:
-        load(EMPTY, None, words)
+        load_merged(EMPTY, None, words)
     assert said in str(error.value)
 
 
@@ -197,6 +197,6 @@ def test_a_function_of_the_users_is_found_in_its_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def near(answer, expected):\n    return 1.0\n")
     words = [f"train.metrics={file}:near", "train.metric_for_best_model=near"]
-    assert load(EMPTY, None, words).config.train.metrics == [f"{file}:near"]
+    assert load_merged(EMPTY, None, words).config.train.metrics == [f"{file}:near"]
     with pytest.raises(ConfigError, match="has no function far; it has near"):
-        load(EMPTY, None, [f"train.metrics={file}:far"])
+        load_merged(EMPTY, None, [f"train.metrics={file}:far"])

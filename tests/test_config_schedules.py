@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from sft_play.config.loader import load
+from sft_play.config.loader import load_merged
 from sft_play.config.schedules import OPTIONS, SCHEDULES, options_of
 from sft_play.config.schema import TrainSection
 from sft_play.errors import ConfigError
@@ -16,7 +16,7 @@ EMPTY = str(Path(__file__).parent / "fixtures" / "empty.yaml")
 
 def loaded(kind: str, options: str = "{}", *others: str):
     words = [f"train.lr_scheduler_type={kind}", f"train.lr_scheduler_kwargs={options}", *others]
-    return load(EMPTY, None, words).config.train
+    return load_merged(EMPTY, None, words).config.train
 
 
 def test_the_options_of_each_schedule_are_parameters_of_transformers_function():

@@ -20,7 +20,7 @@ def refusal(goals: str, *names: str) -> str:
     """Return the refusal of these names on make's command line, "" where there is none."""
     environ = {targets.GIVEN: " ".join(names), targets.GOALS: goals}
     try:
-        targets.refuse_unread(environ)
+        targets.refuse_unread_variables(environ)
     except ConfigError as error:
         return str(error)
     return ""
@@ -92,7 +92,7 @@ def test_the_shells_own_variables_are_left_alone_and_settings_of_ours_that_do_no
         "TRAIN_SEED": " ",
         "TRAIN_OUTPUT_DIR": "x",
     }
-    targets.refuse_unread(shell)
+    targets.refuse_unread_variables(shell)
     assert targets.unread_settings("eval", shell) == ["TRAIN_EPOCHS"]
     assert targets.unread_settings("train", shell) == []
 

@@ -12,7 +12,7 @@ from sft_play.config import loader
 from sft_play.config.metrics import is_higher_better
 from sft_play.data import order as data_order
 from sft_play.data.order import StepSampler, epoch_order, fullest_step, padding, steps
-from sft_play.data.packing import pack
+from sft_play.data.packing import pack_documents
 from sft_play.errors import ConfigError
 from sft_play.plan.step import Layout
 
@@ -85,8 +85,8 @@ def test_a_curriculum_keeps_the_order_of_the_files_in_every_epoch():
         found = list(steps(23, 8, None, epoch))
         assert found == [list(range(8)), list(range(8, 16)), list(range(16, 23))]
     assert sampler(lengths_of(23), 2, 2, False, None).find_samples(2, 0, 0)[0] in range(8, 16)
-    assert loader.load("base", {}, ["data.order=as_given"]).config.epoch_seed is None
-    assert loader.load("base", {}, ["train.seed=3"]).config.epoch_seed == 3
+    assert loader.load_merged("base", {}, ["data.order=as_given"]).config.epoch_seed is None
+    assert loader.load_merged("base", {}, ["train.seed=3"]).config.epoch_seed == 3
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -151,7 +151,7 @@ def test_the_fullest_step_is_found_as_if_each_were_packed(lengths, rows_per_step
     documents = [random.Random(n).randint(*lengths) for n in range(500)]
     layout = layout_of(64, 1, rows_per_step)
     packed = [
-        len(pack([documents[index] for index in samples], 64))
+        len(pack_documents([documents[index] for index in samples], 64))
         for epoch in range(3)
         for samples in steps(500, rows_per_step, SEED, epoch)
     ]
@@ -186,12 +186,12 @@ def test_an_order_is_that_of_torch(samples, seed, epoch):
 def test_the_loss_of_a_named_source_may_choose_the_best_checkpoint():
     sources = "data.val_path=[{path: a.jsonl, name: math}, {path: b.jsonl}]"
     best = "train.metric_for_best_model=eval_math_loss"
-    config = loader.load("base", {}, [sources, best]).config
+    config = loader.load_merged("base", {}, [sources, best]).config
     assert config.train.metric_for_best_model == "eval_math_loss"
     assert not is_higher_better("eval_math_loss") and is_higher_better("eval_rougeL")
     for words in ([best], [sources, best.replace("math", "code")]):
         with pytest.raises(ConfigError, match=r"train\.metric_for_best_model"):
-            loader.load("base", {}, words)
+            loader.load_merged("base", {}, words)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -11,7 +11,7 @@ import torch
 from sft_play.data import collate, packing, splits
 from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
-from sft_play.data.packing import batch_shape, pack, padded_width
+from sft_play.data.packing import batch_shape, pack_documents, padded_width
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 
@@ -47,7 +47,7 @@ ROWS = TrainRows(
     ],
 )
 def test_each_document_goes_to_the_fullest_sequence_with_room(lengths, capacity, sequences):
-    assert pack(lengths, capacity) == sequences
+    assert pack_documents(lengths, capacity) == sequences
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -58,12 +58,12 @@ def test_every_document_is_packed_once_within_capacity_and_within_the_guarantee(
         draw.randint(1, draw.choice([capacity, max(1, capacity // 3)]))
         for _ in range(draw.randint(1, 300))
     ]
-    sequences = pack(lengths, capacity)
+    sequences = pack_documents(lengths, capacity)
     assert sorted(index for sequence in sequences for index in sequence) == list(
         range(len(lengths))
     )
     assert max(sum(lengths[index] for index in sequence) for sequence in sequences) <= capacity
-    assert sequences == pack(lengths, capacity)
+    assert sequences == pack_documents(lengths, capacity)
     fewest = max(
         -(-sum(lengths) // capacity), sum(2 * length > capacity for length in lengths)
     )  # no packing has fewer
@@ -75,7 +75,7 @@ def test_a_document_that_is_too_long_is_refused_with_the_setting_for_it():
         ConfigError,
         match=r"a sample of 9 tokens does not fit into a sequence of 8; set MODEL_MAX_SEQ_LEN=9",
     ):
-        pack([1, 9], 8)
+        pack_documents([1, 9], 8)
 
 
 def test_widths_are_few_and_at_most_an_eighth_wider():

@@ -338,7 +338,9 @@ def test_several_processes_make_the_same_store_as_one(config_of, tokenizer, tmp_
     (source,) = find_sources(config)["train"]
     made = {}
     for processes in (1, 3):
-        monkeypatch.setattr(tokenize, "count_processes", lambda *_, count=processes: count)
+        monkeypatch.setattr(
+            tokenize, "count_tokenizing_processes", lambda *_, count=processes: count
+        )
         tokenize.build_store(source, config, tokenizer, Tally(), None, tmp_path / str(processes))
         made[processes] = {
             path.name: path.read_bytes() for path in (tmp_path / str(processes)).iterdir()

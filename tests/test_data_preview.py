@@ -17,10 +17,10 @@ from sft_play.data.pipeline import build_run_data
 from sft_play.data.preview import (
     SpanFinder,
     choose_samples,
-    counts,
     first_packed_sequence,
     in_marks,
     preview_sequences,
+    token_counts,
 )
 from sft_play.data.preview_page import render_page
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
@@ -193,7 +193,7 @@ def test_sequences_name_the_row_that_they_come_from(prepared_rows, tokenizer, ro
     assert sequences[-1].reasons == ("packed into one sequence",)
     sample = prepared_rows.train[0]
     told = f"{len(sample.ids)} tokens, {sample.trained_tokens} trained"
-    assert counts(sequences[0].documents) == told
+    assert token_counts(sequences[0].documents) == told
 
 
 # The command

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from record_files import cases, contents, write_rows
 
-from sft_play.config.loader import load
+from sft_play.config.loader import load_merged
 from sft_play.errors import DataError
 
 
@@ -23,7 +23,7 @@ def test_a_public_set_loads_as_its_error_says(case, suffix, tmp_path):
     path = write_rows(tmp_path / f"a.{suffix}", case["record"], case["record"])
     command = re.search(r"DATA_COLUMNS='[^']*'", refusal(path))
     variable, _, value = shlex.split(command[0])[0].partition("=")
-    columns = load(None, {variable: value}).config.data.columns
+    columns = load_merged(None, {variable: value}).config.data.columns
     assert contents(path, columns) == case["texts"] * 2
 
 

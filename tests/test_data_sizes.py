@@ -16,7 +16,7 @@ import pytest
 from notebook_converter import code
 from sft_play import reading
 from sft_play.commands.notebook import read_notebook
-from sft_play.config.yaml_source import parse_flow, read_json, read_mapping
+from sft_play.config.yaml_source import parse_flow, read_commented_json, read_mapping
 from sft_play.data import json_files, text_files
 from sft_play.data.files import parse_records, read_chunks
 from sft_play.data.row_formats import parse_message_list, split_marked_text
@@ -242,10 +242,10 @@ def test_what_is_never_closed_in_json_is_an_error(text, tmp_path):
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="not valid JSON"):
-        read_json(path)
+        read_commented_json(path)
     path.write_text(text * 40_000)
     with pytest.raises(ConfigError, match="not valid JSON"):
-        read_json(path)
+        read_commented_json(path)
 
 
 def test_many_marks_keys_and_calls_take_no_time():

@@ -11,7 +11,7 @@ from families import tokenizer
 from record_files import read_rows, read_tasks, run_data, write_rows
 from renderings import CHATML
 
-from sft_play.config.loader import load
+from sft_play.config.loader import load_merged
 from sft_play.data.ledger import ledger_lines
 from sft_play.data.row_parsing import NULL_ARGUMENTS, parse_record_rows, unused_notes
 from sft_play.errors import DataError
@@ -112,7 +112,9 @@ def unused_in(path: Path) -> Counter[str]:
 def test_a_column_that_may_be_reasoning_is_named_with_the_setting_that_trains_it(record, tmp_path):
     path = write_rows(tmp_path / "a.jsonl", {**record, "rationale": "I think."})
     (note,) = unused_notes(unused_in(path), "a.jsonl")
-    columns = load(None, {"DATA_COLUMNS": shlex.split(note.partition("DATA_COLUMNS=")[2])[0]})
+    columns = load_merged(
+        None, {"DATA_COLUMNS": shlex.split(note.partition("DATA_COLUMNS=")[2])[0]}
+    )
     (row,) = read_rows(path, columns.config.data.columns)
     assert [message.reasoning for message in row.messages] == [None, "I think."]
 

@@ -11,7 +11,7 @@ import pytest
 from fake_nvml import card
 
 from sft_play.errors import ConfigError, EnvironmentFault, ExitClass
-from sft_play.plan.cards import parse
+from sft_play.plan.cards import parse_hardware
 from sft_play.plan.devices import (
     GIB,
     Gpu,
@@ -144,7 +144,7 @@ def test_a_missing_pynvml_is_a_reason_and_no_crash(monkeypatch):
     ],
 )
 def test_hardware_words_name_empty_gpus(words, count, name, gib, capability):
-    hardware = parse(words)
+    hardware = parse_hardware(words)
     assert (hardware.kind, hardware.count) == ("cuda", count)
     size_bytes = int(gib * GIB)
     assert hardware.gpus == tuple(
@@ -171,7 +171,7 @@ def test_hardware_words_name_empty_gpus(words, count, name, gib, capability):
 )
 def test_other_words_are_a_config_error_with_the_nearest(words, hint):
     with pytest.raises(ConfigError) as caught:
-        parse(words)
+        parse_hardware(words)
     assert f"GPUS={words}" in str(caught.value)
     assert hint in str(caught.value)
 

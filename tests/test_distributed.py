@@ -224,7 +224,7 @@ def test_the_losses_of_the_ranks_weighted_by_their_tokens_are_the_logged_loss(pa
         assert sum(values(f"step/{part}_seconds")[step] for part in parts) < 1.1 * seconds[step]
     assert {f"process/{rank}/rss_gib" for rank in ranks} <= set(events.Tags()["scalars"])
     has_communication = "step/communication_seconds" in events.Tags()["scalars"]
-    lines = metrics.read(folder.metrics).lines
+    lines = metrics.read_metrics(folder.metrics).lines
     has_waits = any("step/communication_seconds" in line.values for line in lines)
     assert has_communication == has_waits == (engine == "ddp")
 

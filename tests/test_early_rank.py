@@ -156,10 +156,10 @@ def fork_loader():
         time.sleep(600)
     return pid
 
-opener.start()
+opener.fork_opener()
 loaders = [fork_loader()]
 opener.dismiss()  # of no use, it ends
-opener.start()
+opener.fork_opener()
 loaders += [fork_loader()]
 (waiting, _), = opener._waiting
 import sft_play.training.worker  # of which the process that waits is to know nothing
@@ -197,7 +197,7 @@ def test_a_process_that_was_killed_while_it_waited_is_replaced(tmp_path, monkeyp
     monkeypatch.setattr(opener, "_waiting", [(0, writing)])
     monkeypatch.setattr(opener, "SCRIPT", tmp_path / "script.py")
     opener.SCRIPT.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")
-    assert opener.run(tmp_path / "a", tmp_path / "b", tmp_path / "said") == 3
+    assert opener.run_opener(tmp_path / "a", tmp_path / "b", tmp_path / "said") == 3
     assert str(tmp_path / "a") in (tmp_path / "said").read_text()
 
 

@@ -25,7 +25,13 @@ from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWrit
 from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, mean_loss
-from sft_play.evaluation.generate import Answer, Generator, Room, split_batches, take_rank_share
+from sft_play.evaluation.generate import (
+    GeneratedAnswer,
+    Generator,
+    Room,
+    split_batches,
+    take_rank_share,
+)
 from sft_play.evaluation.rouge import UnicodeTokenizer
 from sft_play.evaluation.scores import rouge
 from sft_play.models.fast.loss.head import fuse_loss, summed_nll
@@ -68,7 +74,7 @@ def evaluator(split, tokenizer, process=HERE, **changes) -> Evaluator:
     )
 
 
-def texts(answers: Sequence[Answer]) -> list[str]:
+def texts(answers: Sequence[GeneratedAnswer]) -> list[str]:
     return [answer.text for answer in answers]
 
 
@@ -183,7 +189,7 @@ def test_a_model_that_answers_as_it_should_scores_1(model, split, tokenizer, rec
     assert generation.scores[0].estimate.mean == 1.0 and set(generation.scores[0].of_answers) == {
         1.0
     }
-    wrong = Answer("nothing of it", was_cut=False)
+    wrong = GeneratedAnswer("nothing of it", was_cut=False)
     monkeypatch.setattr(Evaluator, "answers", lambda *_: [wrong] * len(split))
     assert evaluator(split, tokenizer).score(model).generation.scores[0].estimate.mean == 0.0
 
@@ -278,7 +284,7 @@ def test_the_lines_of_answers_count_tokens_and_say_what_leaves_them_out(
     stages: list[Stage] = []
     lines: list[str] = []
     monkeypatch.setattr(
-        "sft_play.evaluation.evaluator.watched",
+        "sft_play.evaluation.evaluator.watched_stage",
         lambda stage, _: (stages.append(stage), contextlib.nullcontext(stage))[1],
     )
 

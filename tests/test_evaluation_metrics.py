@@ -8,7 +8,7 @@ from rouge_score.rouge_scorer import RougeScorer
 
 from sft_play.config import metrics as names
 from sft_play.errors import ConfigError
-from sft_play.evaluation.generate import Answer
+from sft_play.evaluation.generate import GeneratedAnswer
 from sft_play.evaluation.scores import Answered, GenerationScores, rouge, score_answers
 
 ANSWERS = ["the cat sat on the mat", "", "one two", "Completely different words", "a b c d"]
@@ -91,7 +91,7 @@ def test_the_scores_of_an_evaluation_carry_names_and_intervals():
             rouge("rougeL", answers, ["one two"] * 20),
             scored("exact_match", answers, ["one two"] * 20),
         ),
-        answers=tuple(Answer(text, was_cut=False) for text in answers),
+        answers=tuple(GeneratedAnswer(text, was_cut=False) for text in answers),
         max_new_tokens=8,
         seconds=1.0,
     )
@@ -103,7 +103,7 @@ def test_the_scores_of_an_evaluation_carry_names_and_intervals():
 def test_bleu_and_chrf_without_sacrebleu_say_what_to_install(monkeypatch):
     monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
     expected = "bleu needs sacrebleu, which is not installed: pip install sacrebleu"
-    assert names.find_problems(["bleu"]) == [expected]
+    assert names.find_metric_problems(["bleu"]) == [expected]
 
 
 def test_bleu_and_chrf_are_those_of_sacrebleu():

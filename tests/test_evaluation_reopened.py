@@ -64,7 +64,7 @@ def test_an_adapter_that_is_not_loaded_as_it_was_saved_is_refused(fault, tmp_pat
     get_peft_model(published_model(model_type), adapters).save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(published_model(model_type, seed=1), tmp_path)
     if fault != "a name":
-        plain.refuse_unread(loaded, str(tmp_path))
+        plain.refuse_unread_tensors(loaded, str(tmp_path))
         file = tmp_path / "adapter_model.safetensors"
         tensors = load_file(file)
         name, tensor = tensors.popitem()
@@ -72,7 +72,7 @@ def test_an_adapter_that_is_not_loaded_as_it_was_saved_is_refused(fault, tmp_pat
             tensors[name] = tensor + 1e-6
         save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"PEFT does not load \d+ adapter tensors"):
-        plain.refuse_unread(loaded, str(tmp_path))
+        plain.refuse_unread_tensors(loaded, str(tmp_path))
 
 
 def test_a_loss_or_an_agreement_that_no_rounding_explains_is_of_another_model(finished, opens_here):

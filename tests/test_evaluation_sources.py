@@ -12,7 +12,7 @@ from record_files import write_rows
 from run_files import run_json
 from transformers import AutoModelForCausalLM
 
-from sft_play.config.metrics import find_problems
+from sft_play.config.metrics import find_metric_problems
 from sft_play.config.schema import Config
 from sft_play.data.cache import TokenizedSource, name_sources
 from sft_play.data.pipeline import build_run_data
@@ -149,7 +149,7 @@ def test_losses_of_sources_are_no_scores_of_answers():
     logged = {"eval_loss": 1.0, "eval_a_b_loss": 2.0, "eval_loss_seconds": 3.0, "eval_rougeL": 0.5}
     assert logged_losses(logged) == {"a_b": 2.0}
     assert score_names(logged) == ["eval_rougeL"]
-    (problem,) = find_problems(["metrics.py:token_loss"])
+    (problem,) = find_metric_problems(["metrics.py:token_loss"])
     assert problem.endswith("rename the function")
 
 

@@ -25,14 +25,20 @@ from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.commands import exports as export_commands
-from sft_play.commands.check_server import Choice, Completion, Server, Tally, check_server
+from sft_play.commands.check_server import (
+    Completion,
+    EndpointResults,
+    RemoteServer,
+    ServerChoice,
+    check_server,
+)
 from sft_play.commands.exports import Address
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, StoppedOnRequest
 from sft_play.inference import export as export_module
 from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
-from sft_play.inference.exported import answered, parity_rows
+from sft_play.inference.exported import answered, make_parity_rows
 from sft_play.inference.load import TrainedModel
 from sft_play.inference.merge import what_vllm_does_not_serve
 from sft_play.models.export import plain_template, write_for_older_readers
@@ -225,7 +231,7 @@ def taught_rows(taught_base, tokenizer, prepared_rows) -> list[exports.ParityRow
     model = AutoModelForCausalLM.from_pretrained(taught_base).eval()
     process = Process.alone(torch.device("cpu"))
     trained = TrainedModel(model, tokenizer, Config(), process, (tokenizer.eos_token_id,))
-    rows = parity_rows(trained, prepared_rows.validation)
+    rows = make_parity_rows(trained, prepared_rows.validation)
     assert sum(row.has_ended for row in rows) >= 6
     return rows
 
@@ -250,7 +256,7 @@ def test_margins_are_those_of_the_scores_that_chose_the_token(tiny_base, tokeniz
 
 def told(folder: Path, rows: list[exports.ParityRow], faults: Faults | None = None) -> list[str]:
     with serving(TinyServer(folder, faults)) as url:
-        return check_server(Server.at(url, None, None), rows)
+        return check_server(RemoteServer.at(url, None, None), rows)
 
 
 def test_a_server_of_the_same_weights_answers_as_the_evaluated_model(taught_base, taught_rows):
@@ -283,29 +289,29 @@ def test_a_server_that_does_otherwise_is_told_what(
 
 def test_an_answer_that_parts_at_a_near_tie_is_none_of_the_servers_doing(taught_rows):
     row = replace(taught_rows[0], margins=[0.01] * len(taught_rows[0].margins))
-    choice = Choice(text="another", finish_reason="length")
-    tally = Tally("completions")
+    choice = ServerChoice(text="another", finish_reason="length")
+    tally = EndpointResults("completions")
     tally.compare(row, Completion(choices=[choice]))
     assert (tally.ties, tally.differences) == (1, [])
 
 
 def test_a_server_that_is_not_there_is_an_error_in_words():
     with pytest.raises(ConfigError, match="write http://host:port"):
-        Server.at("localhost:8000", None, None)
+        RemoteServer.at("localhost:8000", None, None)
     with pytest.raises(EnvironmentFault, match=r"make serve RUN=name starts a server"):
-        Server.at(f"http://127.0.0.1:{free_port()}", None, None)
+        RemoteServer.at(f"http://127.0.0.1:{free_port()}", None, None)
 
 
 def test_what_is_served_listens_on_the_loopback_interface(exported):
     assert export_commands.server_of(exported, "run", Address("127.0.0.1", 8000), "cpu") is None
-    assert len(export_commands.lines_of(exported, Address("127.0.0.1", 8000), "run")) == 2
-    warned = export_commands.lines_of(exported, Address("0.0.0.0", 8000), "run")
+    assert len(export_commands.server_lines(exported, Address("127.0.0.1", 8000), "run")) == 2
+    warned = export_commands.server_lines(exported, Address("0.0.0.0", 8000), "run")
     assert warned[-1].startswith("warning: BIND=0.0.0.0: whoever reaches this machine")
 
 
 def test_a_server_whose_packages_are_missing_says_how_to_install_them():
     with pytest.raises(EnvironmentFault, match=r"needs no_such_package, which .* type .* -m pip"):
-        export_commands.require(["no_such_package"], "no_such_package")
+        export_commands.require_package(["no_such_package"], "no_such_package")
 
 
 def called(folder: RunFolder, words: list[str], **variables: str):

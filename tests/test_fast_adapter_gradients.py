@@ -14,9 +14,9 @@ from marks import long
 from sft_play.models.fast.linears import adapter_gradients
 from sft_play.models.fast.linears.products import (
     AdaptedLinear,
-    Adapter,
     BoundLinears,
     FrozenLinear,
+    LinearAdapter,
 )
 
 SCALE = 2.5
@@ -90,7 +90,9 @@ def bound(b: list[torch.Tensor | None], scales: tuple[float, ...] = ()) -> Bound
             linears.append(FrozenLinear(base))
             continue
         rank = each.shape[1]
-        adapter = Adapter(torch.empty(rank, 1), each, scale, rank, number, slice(end, end + rank))
+        adapter = LinearAdapter(
+            torch.empty(rank, 1), each, scale, rank, number, slice(end, end + rank)
+        )
         linears.append(AdaptedLinear(base, adapter))
         number, end = number + 1, end + rank
     return BoundLinears(linears)
@@ -132,7 +134,7 @@ def test_both_ways_agree_where_some_linears_have_no_adapter(kernels, without, mo
     found = []
     for is_one_pass in (False, True):
         monkeypatch.setattr(adapter_gradients, "fit_one_pass", lambda *_, is_so=is_one_pass: is_so)
-        monkeypatch.setattr(adapter_gradients, "launch", kernels.launch)
+        monkeypatch.setattr(adapter_gradients, "launch_adapter_gradients", kernels.launch)
         found.append(bound(adapters).rank_and_output_gradients(dy, xa, factors))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-4)
     assert len(found[1][1]) == 3 - len(without)

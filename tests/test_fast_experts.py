@@ -20,7 +20,7 @@ from sft_play.models.experts import find_experts, inner_name, is_experts, unwrap
 from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts.function import ClampedGlu, FusedGlu, OwnGate
 from sft_play.models.fast.experts.install import bind_gate, experts_forward, why_experts_not_fusable
-from sft_play.models.fast.linears.four_bit import unpack
+from sft_play.models.fast.linears.four_bit import unpack_with_kernel
 
 MODEL_TYPES = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmoe", "glm4_moe", "granitemoe"),
@@ -176,7 +176,7 @@ class Dequantized(nn.Module):
     """What own code reads of a packed parameter."""
 
     def forward(self, packed: Params4bit) -> Tensor:
-        return unpack(packed)
+        return unpack_with_kernel(packed)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +192,8 @@ def test_packed_experts_compute_what_their_dequantized_weights_compute(model_typ
             packed[name] = Params4bit(weight, quant_type="nf4").to("cpu")
         else:
             numbers = numbers_of_mxfp4(*weight.shape, is_turned=True).to(weight) / 64
-            packed[name] = mxfp4.pack(numbers, is_turned=True)
-        dequantized = unpack(packed[name])
+            packed[name] = mxfp4.pack_mxfp4(numbers, is_turned=True)
+        dequantized = unpack_with_kernel(packed[name])
         setattr(base, name, nn.Parameter(dequantized, requires_grad=False))
     choices = random_choices()
     expected = own(experts, choices)

@@ -111,7 +111,7 @@ def test_packed_weights_are_unpacked_tile_by_tile(kernels, quant_type, is_nested
     ).to("cpu")
     linear = products.ExpertLinear(packed, None, is_transposed, EXPERTS, 0.0)
     matrices = linear.matrices(torch.half).unpacked(torch.half)
-    unpacked = four_bit.unpack(packed)
+    unpacked = four_bit.unpack_with_kernel(packed)
     assert torch.equal(matrices, unpacked if is_transposed else unpacked.transpose(1, 2))
     compare_packed(kernels, linear)
 
@@ -119,7 +119,7 @@ def test_packed_weights_are_unpacked_tile_by_tile(kernels, quant_type, is_nested
 @pytest.mark.parametrize("is_turned", [False, True])
 def test_mxfp4_is_unpacked_tile_by_tile(kernels, is_turned):
     weight = numbers_of_mxfp4(EXPERTS, 96, 64, is_turned=is_turned).half()
-    linear = products.ExpertLinear(mxfp4.pack(weight, is_turned), None, True, EXPERTS, 0.0)
+    linear = products.ExpertLinear(mxfp4.pack_mxfp4(weight, is_turned), None, True, EXPERTS, 0.0)
     assert torch.equal(linear.matrices(torch.half).unpacked(torch.half), weight)
     compare_packed(kernels, linear)
 

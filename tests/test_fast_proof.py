@@ -16,7 +16,7 @@ from sft_play.config.schema import Config
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.attention import forward as attention
 from sft_play.models.fast.attention.install import bind_attention, unmasked_call
-from sft_play.models.fast.capture import Call
+from sft_play.models.fast.capture import ForwardCall
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
 from sft_play.models.fast.linears import mlp as linear_install
 from sft_play.models.fast.norms import residual
@@ -320,7 +320,7 @@ class Routed(nn.Module):
 def test_a_token_that_rounding_sends_to_another_expert_is_no_difference():
     torch.manual_seed(0)
     # a decoder layer is given integers too, which are no choice
-    call = Call((torch.randn(64, 8),), {"position_ids": torch.arange(64)[None]})
+    call = ForwardCall((torch.randn(64, 8),), {"position_ids": torch.arange(64)[None]})
     trial = Trial(Routed(), call, Process.alone(torch.device("cpu")), False)
     own = trial.run(own_code)
     assert [value.shape for value in own.choices] == [(64, 1)]

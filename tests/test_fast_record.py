@@ -70,7 +70,7 @@ def proved(first_start, tmp_path):
 def versions_read_again():
     """Leave nothing of a change to other tests."""
     yield
-    counting.versions.cache_clear()
+    counting.counting_versions.cache_clear()
 
 
 def test_the_second_start_compares_outputs_alone_and_says_so(proved, caplog):
@@ -122,19 +122,19 @@ def change_version(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         counting.metadata, "version", lambda name: "9.9" if name == "triton" else version(name)
     )
-    counting.versions.cache_clear()
+    counting.counting_versions.cache_clear()
 
 
 def change_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Add a line to a copy of the sources of a kernel, and let the copy be the package."""
-    before = counting.versions()
+    before = counting.counting_versions()
     shutil.copytree(counting.PACKAGE / "models", folder / "models")
     monkeypatch.setattr(counting, "PACKAGE", folder)
-    counting.versions.cache_clear()
-    assert counting.versions() == before
+    counting.counting_versions.cache_clear()
+    assert counting.counting_versions() == before
     with (folder / "models/fast/linears/glu.py").open("a") as file:
         file.write("# changed\n")
-    counting.versions.cache_clear()
+    counting.counting_versions.cache_clear()
 
 
 @pytest.mark.parametrize("change", [change_device, change_version, change_code])

@@ -16,10 +16,10 @@ from sft_play.models import mxfp4
 from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import expert_weights, find_experts, unwrap
 from sft_play.models.fast import trial
-from sft_play.models.fast.capture import Call
+from sft_play.models.fast.capture import ForwardCall
 from sft_play.models.fast.experts import function, install
 from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.fast.trial import Part, Trial, own_code, relative_error
+from sft_play.models.fast.trial import Trial, TrialPart, own_code, relative_error
 from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
@@ -31,15 +31,15 @@ def few(monkeypatch):
     monkeypatch.setattr(trial, "PROVEN_EXPERTS", FEW)
 
 
-def call_of(experts: nn.Module) -> Call:
+def call_of(experts: nn.Module) -> ForwardCall:
     like = unwrap(experts)[1].down_proj
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, hidden_size(experts), generator=generator).to(like)
     choices = torch.rand(TOKENS, EXPERTS, generator=generator).topk(2).indices
-    return Call((x, choices, torch.rand(TOKENS, 2, generator=generator).to(like)), {})
+    return ForwardCall((x, choices, torch.rand(TOKENS, 2, generator=generator).to(like)), {})
 
 
-def check_part(experts: nn.Module, found: Part) -> None:
+def check_part(experts: nn.Module, found: TrialPart) -> None:
     """Assert that own code computes the same of a part as of the whole module."""
     own = Trial(found.module, found.call, CPU, mixes_tokens=False).run(own_code)
     whole = Trial(experts, found.whole_call, CPU, mixes_tokens=False).run(own_code)
@@ -69,7 +69,7 @@ def test_experts_in_4_bits_are_unpacked():
     base = unwrap(experts)[1]
     for name in ("gate_up_proj", "down_proj"):
         numbers = numbers_of_mxfp4(*getattr(base, name).shape, is_turned=True).float() / 64
-        setattr(base, name, mxfp4.pack(numbers, is_turned=True))
+        setattr(base, name, mxfp4.pack_mxfp4(numbers, is_turned=True))
         parametrize.register_parametrization(base, name, Unpacked(), unsafe=True)
     for wrapper in unwrap(experts)[0]:
         unpack_with_adapter(wrapper)
@@ -83,7 +83,7 @@ class Unpacked(nn.Module):
     """What own code reads of a packed parameter."""
 
     def forward(self, packed: Tensor) -> Tensor:
-        return mxfp4.unpack(packed, packed.quant_state)
+        return mxfp4.unpack_mxfp4(packed, packed.quant_state)
 
 
 def test_all_experts_are_run_where_there_are_few(monkeypatch):
@@ -114,13 +114,13 @@ def start(model_type: str) -> tuple[nn.Module, FusedKernels]:
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_a_start_proves_a_few_and_finds_a_mistake(model_type, monkeypatch):
-    found: list[Part | None] = []
+    found: list[TrialPart | None] = []
     original = trial.few_experts
     monkeypatch.setattr(
         install, "few_experts", lambda *given: found.append(original(*given)) or found[-1]
     )
     assert "experts" in start(model_type)[1].on
-    assert isinstance(found[0], Part)
+    assert isinstance(found[0], TrialPart)
     monkeypatch.setattr(function, "rows_times", dead(function.rows_times))
     assert "computes something else" in start(model_type)[1].off["experts"]
 

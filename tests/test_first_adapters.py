@@ -20,7 +20,7 @@ def save_first_weights(folder: Path, drawn_before: int) -> None:
     """Make a rank draw numbers, load the model, save what is trained of it, and end."""
     from sft_play.training import worker
 
-    load = worker.load_weights
+    load = worker.load_for_training
 
     def save(context, recorder, checkpoint):
         torch.rand(drawn_before)
@@ -29,7 +29,7 @@ def save_first_weights(folder: Path, drawn_before: int) -> None:
         torch.save(trained, folder / f"first-{context.process.rank}.pt")
         os._exit(0)
 
-    worker.load_weights = save
+    worker.load_for_training = save
 
 
 def first_weights(plan_run, engine: str, settings: dict, drawn_before: int) -> list[dict]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.models.fast.trial import in_float32
+from sft_play.models.fast.trial import float32_copy
 from sft_play.models.float8 import quantize as products
 from sft_play.models.float8.linear import Float8Linear, is_float8, quantizing_to_float8
 from sft_play.models.float8.quantize import quantize, quantize_weight, why_not_quantized
@@ -47,7 +47,7 @@ def float8_linear(out_features: int = 48, in_features: int = 32) -> tuple[Float8
     with torch.no_grad():
         linear.weight.copy_(numbers(out_features, in_features))
     layer = Float8Linear.of(linear, quantize(linear.weight.detach()))
-    return layer, in_float32(nn.ModuleList([layer]))[0]
+    return layer, float32_copy(nn.ModuleList([layer]))[0]
 
 
 # The quantizer
@@ -139,7 +139,9 @@ def test_autocast_gives_the_type_of_the_output_and_no_other_sums():
         y = layer(x)
     assert y.dtype == torch.bfloat16
     rounded = x.bfloat16()
-    expected = products.product(quantize(rounded), layer.weight, layer.weight_scale, torch.float32)
+    expected = products.float8_product(
+        quantize(rounded), layer.weight, layer.weight_scale, torch.float32
+    )
     torch.testing.assert_close(y, expected.bfloat16() + layer.bias.bfloat16())
 
 

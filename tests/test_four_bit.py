@@ -97,7 +97,7 @@ def test_the_kernel_unpacks_to_the_bits_of_its_formula(
     kernels, quant_type, is_nested, shape, dtype
 ):
     packed, state = packed_weight(shape, quant_type, is_nested, dtype=dtype)
-    assert four_bit.has_kernel(packed, state)
+    assert four_bit.has_unpacking_kernel(packed, state)
     assert_same_bits(kernels.launch(packed, state), formula(packed, state))
 
 
@@ -131,7 +131,7 @@ def test_nothing_is_written_behind_a_weight(kernels, monkeypatch):
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)
 def test_bytes_may_be_stored_as_numbers(kernels, storage):
     packed, state = packed_weight((64, 128), storage=storage)
-    assert four_bit.has_kernel(packed, state)
+    assert four_bit.has_unpacking_kernel(packed, state)
     assert_same_bits(kernels.launch(packed, state), formula(packed, state))
 
 
@@ -162,7 +162,7 @@ def test_the_codes_are_those_of_bitsandbytes(quant_type):
 def test_the_gpu_neither_fuses_the_product_and_the_sum_nor_keeps_what_is_too_small():
     packed, state = packed_weight((64, 64), dtype=torch.bfloat16)
     with compiling_for(90) as compiled:
-        four_bit.launch(packed, state)
+        four_bit.launch_unpacking(packed, state)
     (kernel,) = compiled
     code = kernel.asm["ptx"]
     assert "mul.rn.ftz.f32" in code and "mul.f32" not in code
@@ -182,7 +182,7 @@ def changed(state: QuantState, **changes: object) -> QuantState:
 
 def test_only_what_the_kernel_knows_is_given_to_it():
     packed, state = packed_weight((64, 128))
-    assert four_bit.has_kernel(packed, state)
+    assert four_bit.has_unpacking_kernel(packed, state)
     for wrong in (
         {"quant_type": "int4"},
         {"blocksize": 96},
@@ -191,8 +191,8 @@ def test_only_what_the_kernel_knows_is_given_to_it():
         {"offset": state.offset.double()},
         {"absmax": state.absmax.float()},
     ):
-        assert not four_bit.has_kernel(packed, changed(state, **wrong)), wrong
+        assert not four_bit.has_unpacking_kernel(packed, changed(state, **wrong)), wrong
     shifted = torch.cat((packed[:1], packed))[1:]  # one byte behind a word
-    assert not four_bit.has_kernel(shifted, state)
+    assert not four_bit.has_unpacking_kernel(shifted, state)
     odd = packed_weight((3, 41))
-    assert not four_bit.has_kernel(*odd)
+    assert not four_bit.has_unpacking_kernel(*odd)

@@ -42,7 +42,7 @@ def note_held_weights(folder: Path) -> None:
     """Make a rank's check of its engine write down how many weights the rank holds, and of how many."""
     from torch.distributed.fsdp import FSDPModule
 
-    from sft_play.models.sharding import own_part
+    from sft_play.models.sharding import local_shard
     from sft_play.training import worker
 
     check = worker.check_engine
@@ -50,7 +50,7 @@ def note_held_weights(folder: Path) -> None:
     def note(model, strategy):
         check(model, strategy)
         frozen = [p for n, p in model.named_parameters() if "lora_" not in n]
-        found = [sum(own_part(p).numel() for p in frozen), sum(p.numel() for p in frozen)]
+        found = [sum(local_shard(p).numel() for p in frozen), sum(p.numel() for p in frozen)]
         rank = torch.distributed.get_rank()
         (folder / f"held-{rank}.json").write_text(json.dumps(found))
         units = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -166,7 +166,7 @@ def compare_quantized(folder: Path, seen: Path, mode: str) -> None:
     And the bytes of layers that were there before the model was divided, and those that were read.
     """
     from sft_play.models import load, sharding
-    from sft_play.models.sharding import own_part
+    from sft_play.models.sharding import local_shard
 
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()
@@ -174,7 +174,7 @@ def compare_quantized(folder: Path, seen: Path, mode: str) -> None:
     config = Config.model_validate({"model": {"name": str(folder)}, "tuning": tuning})
     process = Process(rank, rank, 2, torch.device("cpu"), torch.bfloat16)
     whole = load.load_model(config, process, load.WeightPlaces())
-    divide, held = sharding.divide_quantized, []
+    divide, held = sharding.shard_quantized, []
 
     def note(base, *args):
         weights = [w for layer in sharding.outermost_layers(base) for w in layer.parameters()]
@@ -183,11 +183,11 @@ def compare_quantized(folder: Path, seen: Path, mode: str) -> None:
         held.append(sum(w.nbytes for w in frozen if w.nbytes >= sharding.MIN_BYTES))
         divide(base, *args)
 
-    sharding.divide_quantized = note
+    sharding.shard_quantized = note
     divided = load.load_model(config, process, load.WeightPlaces(is_fsdp=True))
     differing = []
     for name, tensor in divided.named_parameters():
-        found, expected = own_part(tensor), whole.get_parameter(name).data
+        found, expected = local_shard(tensor), whole.get_parameter(name).data
         if expected.dtype != found.dtype:  # packed bytes
             expected = expected.flatten().view(found.dtype)[:, None]
         if isinstance(tensor, DTensor):

@@ -6,8 +6,8 @@ import torch
 from sft_play.models.fast.linears.adapter_gradients import fit_one_pass
 from sft_play.models.fast.linears.products import (
     AdaptedLinear,
-    Adapter,
     BoundLinears,
+    LinearAdapter,
 )
 
 pytestmark = pytest.mark.gpu
@@ -28,7 +28,7 @@ def test_one_pass_is_as_exact_as_two_products(rows, outs, rank):
     linears = []
     for number, each in enumerate(b):
         columns = slice(rank * number, rank * (number + 1))
-        adapter = Adapter(torch.empty(rank, 1), each.float(), SCALE, rank, number, columns)
+        adapter = LinearAdapter(torch.empty(rank, 1), each.float(), SCALE, rank, number, columns)
         linears.append(AdaptedLinear(torch.nn.Linear(1, 1), adapter))
     bound = BoundLinears(linears)
     if torch.cuda.get_device_capability(GPU)[0] == 9:

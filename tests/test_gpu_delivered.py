@@ -5,8 +5,8 @@ import torch
 from test_delivered import linears, own_and_fused
 from torch import nn
 
-from sft_play.models.compressed import KINDS, Rounding, has_kernel, scales_of
-from sft_play.models.delivered import merged
+from sft_play.models.compressed import KINDS, Rounding, has_rounding_kernel, scales_of
+from sft_play.models.delivered import merged_weight
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,7 @@ def weight(dtype: torch.dtype, rows: int = 384, inputs: int = 14_336) -> torch.T
 def test_the_kernel_rounds_to_the_bits_of_the_reference(kind, dtype):
     rounding = Rounding.of(kind, [nn.Linear(256, 8)], "a model")
     given = weight(dtype)
-    assert has_kernel(given)
+    assert has_rounding_kernel(given)
     on_cpu = rounding.weight(given.cpu())  # what the writer computes
     assert rounding.weight(given).cpu().equal(on_cpu)
     assert rounding.weight(torch.zeros_like(given)).eq(0).all()
@@ -38,7 +38,7 @@ def test_an_adapter_is_merged_to_a_step_of_its_type():
     base = torch.randn(512, 1024, device="cuda").bfloat16()
     a, b = torch.randn(16, 1024, device="cuda") * 0.02, torch.randn(512, 16, device="cuda") * 0.02
     exact = torch.addmm(base.double(), b.double(), a.double(), alpha=2.0).bfloat16()
-    found = merged(base, a, b, 2.0)
+    found = merged_weight(base, a, b, 2.0)
     assert found.dtype == torch.bfloat16
     assert (found != exact).double().mean() < 0.02
     torch.testing.assert_close(found, exact, rtol=2**-7, atol=1e-4)

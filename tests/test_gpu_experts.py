@@ -77,7 +77,7 @@ def test_rows_are_multiplied_by_the_matrices_of_their_experts(kind, tokens, is_t
     assert torch.equal(on_gpu.order.cpu(), on_cpu.order)
     weight = numbers_of_mxfp4(experts, *sides, is_turned=is_transposed).bfloat16().cuda() / 64
     if kind == "mxfp4":
-        weight = mxfp4.pack(weight, is_transposed)
+        weight = mxfp4.pack_mxfp4(weight, is_transposed)
     elif kind != "plain":
         weight = Params4bit(
             weight, requires_grad=False, quant_type=kind[:3], compress_statistics="nested" in kind

@@ -12,7 +12,7 @@ from test_fast_residual import GEMMA, LLAMA
 from sft_play.data.batch import Batch
 from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
 from sft_play.models.fast.loss.head import sum_nll
-from sft_play.models.fast.norms.residual import Launched, Reference
+from sft_play.models.fast.norms.residual import ReferenceNorms, TritonNorms
 from sft_play.process import Process
 
 pytestmark = pytest.mark.gpu
@@ -174,12 +174,12 @@ def test_kernels_of_the_residual_stream_compute_their_formulas(kind, features, d
     )
     for residual in (r, None):
         found, wanted = (
-            where.forward(x, residual, weight, kind) for where in (Launched, Reference)
+            where.forward(x, residual, weight, kind) for where in (TritonNorms, ReferenceNorms)
         )
         assert torch.equal(found[1], wanted[1])
         torch.testing.assert_close(found[0], wanted[0], **tolerance)
         torch.testing.assert_close(found[2], wanted[2].squeeze(-1), rtol=1e-5, atol=0)
-        one = Launched.backward(dy, ds, found[1], weight, found[2], kind)
+        one = TritonNorms.backward(dy, ds, found[1], weight, found[2], kind)
         torch.testing.assert_close(
-            one, Reference.backward(dy, ds, wanted[1], weight, wanted[2], kind), **tolerance
+            one, ReferenceNorms.backward(dy, ds, wanted[1], weight, wanted[2], kind), **tolerance
         )

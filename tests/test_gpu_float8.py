@@ -79,7 +79,7 @@ def test_a_transpose_moves_every_weight(shape):
 def test_both_products_are_those_of_the_reference(tokens, inputs, outputs):
     weight = quantize_weight(0.02 * torch.randn(outputs, inputs, device=GPU))
     x = quantize(numbers(max(3, tokens), inputs)[:tokens])
-    found = products.product(x, weight.values, weight.scales, torch.bfloat16)
+    found = products.float8_product(x, weight.values, weight.scales, torch.bfloat16)
     expected = products._reference(x, weight.values.t(), weight.scales)
     assert found.dtype == torch.bfloat16 and found.isfinite().all()
     assert relative_error(found, expected) < CLOSE
@@ -154,6 +154,6 @@ def test_a_part_of_the_tokens_has_the_products_of_the_whole():
     weight = quantize_weight(torch.randn(64, 128, device=GPU))
     x = quantize(numbers(48, 128))
     half = Quantized(x.values[:32], x.scales[:32])
-    found = products.product(half, weight.values, weight.scales, torch.float32)
-    whole = products.product(x, weight.values, weight.scales, torch.float32)
+    found = products.float8_product(half, weight.values, weight.scales, torch.float32)
+    whole = products.float8_product(x, weight.values, weight.scales, torch.float32)
     assert torch.equal(found, whole[:32])

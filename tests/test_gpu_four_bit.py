@@ -42,14 +42,14 @@ def packed_weight(
 def launched_kernels(weight: Params4bit) -> list[str]:
     """Return the names of the kernels that unpack a weight."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        four_bit.unpack(weight)
+        four_bit.unpack_with_kernel(weight)
         torch.cuda.synchronize()
     return [event.name for event in profile.events() if event.device_type.name == "CUDA"]
 
 
 def assert_same_bits(weight: Params4bit) -> None:
     state: QuantState = weight.quant_state
-    found = four_bit.unpack(weight)
+    found = four_bit.unpack_with_kernel(weight)
     expected = dequantize_4bit(weight.data.view(-1, 1), state)
     assert found.is_contiguous()
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
@@ -63,7 +63,7 @@ def assert_same_bits(weight: Params4bit) -> None:
 def test_a_weight_is_unpacked_to_the_bits_of_bitsandbytes(shape, quant_type, is_nested, dtype):
     weight = packed_weight(shape, quant_type, is_nested, dtype)
     is_whole_words = weight.quant_state.shape.numel() % 8 == 0
-    assert four_bit.has_kernel(weight, weight.quant_state) == is_whole_words
+    assert four_bit.has_unpacking_kernel(weight, weight.quant_state) == is_whole_words
     assert_same_bits(weight)
 
 
@@ -79,14 +79,14 @@ def test_scales_that_are_tiny_huge_or_not_finite_give_the_same_bits(quant_type, 
 @pytest.mark.parametrize("is_nested", [False, True])
 def test_one_kernel_unpacks_a_weight(is_nested):
     weight = packed_weight((1024, 4096), is_nested=is_nested)
-    four_bit.unpack(weight)
+    four_bit.unpack_with_kernel(weight)
     assert launched_kernels(weight) == ["_unpack_kernel"]
 
 
 def test_a_weight_is_unpacked_to_another_dtype_through_its_own():
     weight = packed_weight((256, 512), dtype=torch.float16)
     found = dequantize(weight, torch.bfloat16)
-    assert torch.equal(found, four_bit.unpack(weight).to(torch.bfloat16))
+    assert torch.equal(found, four_bit.unpack_with_kernel(weight).to(torch.bfloat16))
 
 
 def test_more_weights_than_32_bits_count_are_unpacked():
@@ -109,7 +109,7 @@ def test_more_weights_than_32_bits_count_are_unpacked():
     packed = Params4bit(
         part.data.repeat(repeats, 1), requires_grad=False, quant_state=whole, bnb_quantized=True
     )
-    found = four_bit.unpack(packed)
-    expected = four_bit.unpack(part)
+    found = four_bit.unpack_with_kernel(packed)
+    expected = four_bit.unpack_with_kernel(part)
     assert torch.equal(found[:8], expected)
     assert torch.equal(found[-8:], expected)

@@ -18,7 +18,7 @@ from sft_play.data import chunk_tokenizer
 from sft_play.data.limits import refuse_endless
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, DataError, EnvironmentFault, disk_errors_in_words
-from sft_play.models.expert_adapters import load_adapter
+from sft_play.models.expert_adapters import load_frozen_adapter
 from sft_play.plan.base_model import require_base
 from sft_play.plan.config_json import load_positions
 from sft_play.plan.model_shape import load_shape
@@ -136,4 +136,4 @@ def test_a_pattern_of_layers_that_never_ends_is_refused(tmp_path, monkeypatch):
     config = {"peft_type": "LORA", "r": 4, "target_modules": "((?:[a-z_0-9.]+)+)+!"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=r"has not ended after 1 s; write the names of the layers"):
-        load_adapter(tiny_model("llama"), tmp_path)
+        load_frozen_adapter(tiny_model("llama"), tmp_path)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from sft_play import http_client
-from sft_play.commands.check_server import CHAT, Server
+from sft_play.commands.check_server import CHAT, RemoteServer
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.http_client import NoAnswer, download, fetch
 from sft_play.runs.exports import ParityRow
@@ -78,7 +78,7 @@ def test_a_key_goes_to_the_named_server_alone() -> None:
         moved = f"HTTP/1.1 307 Moved\r\nLocation: {other}/v1/models\r\n".encode()
         told = pytest.raises(EnvironmentFault, match=f"redirects to {other}/v1/models, which is")
         with listening(whole(b"", moved)) as (url, first), told:
-            Server.at(url, None, "the-key")
+            RemoteServer.at(url, None, "the-key")
     assert b"Bearer the-key" in first[0]
     assert came == []
 
@@ -110,7 +110,7 @@ MALFORMED = [
 @pytest.mark.parametrize("body", MALFORMED, ids=range(len(MALFORMED)))
 def test_a_malformed_answer_is_told_in_words(body: bytes) -> None:
     with listening(whole(body)) as (url, _):
-        server = Server.at(url, "model", None)
+        server = RemoteServer.at(url, "model", None)
         with pytest.raises(EnvironmentFault, match="gives no answer that can be compared: "):
             server.ask(CHAT, ROW)
 
@@ -119,13 +119,13 @@ def test_a_malformed_answer_is_told_in_words(body: bytes) -> None:
 def test_a_malformed_list_of_models_is_told_in_words(body: bytes) -> None:
     told = pytest.raises(EnvironmentFault, match="gives no answer that can be compared: data")
     with listening(whole(body)) as (url, _), told:
-        Server.at(url, None, None)
+        RemoteServer.at(url, None, None)
 
 
 def test_what_is_quoted_cannot_steer_a_terminal() -> None:
     reply = whole(b"\x1b[2J gone", b"HTTP/1.1 500 No\r\n")
     with listening(reply) as (url, _), pytest.raises(EnvironmentFault) as error:
-        Server.at(url, "model", None).ask(CHAT, ROW)
+        RemoteServer.at(url, "model", None).ask(CHAT, ROW)
     assert "status 500" in str(error.value) and "\x1b" not in str(error.value)
 
 
@@ -142,7 +142,7 @@ def test_what_is_quoted_cannot_steer_a_terminal() -> None:
 )
 def test_a_url_that_cannot_be_is_named(url: str, error: type[Exception]) -> None:
     with pytest.raises(error, match=re.escape(url[:12])):
-        Server.at(url, None, None)
+        RemoteServer.at(url, None, None)
 
 
 def test_a_port_that_no_host_has_is_no_answer() -> None:
@@ -153,7 +153,7 @@ def test_a_port_that_no_host_has_is_no_answer() -> None:
 def test_a_key_that_no_header_can_hold_is_not_printed() -> None:
     for key in ("a\nb", "k\u00e4y"):
         with pytest.raises(ConfigError) as error:
-            Server.at("http://127.0.0.1:1", "model", key)
+            RemoteServer.at("http://127.0.0.1:1", "model", key)
         assert key not in str(error.value)
 
 

@@ -23,7 +23,7 @@ from sft_play.errors import CheckpointError, ConfigError, DataError
 from sft_play.evaluation import reference
 from sft_play.evaluation.reference import Reference, chosen_samples
 from sft_play.evaluation.reopened import Folder, reopen
-from sft_play.inference.chat import answer as answer_of
+from sft_play.inference.chat import next_turn as answer_of
 from sft_play.inference.chat import question_of
 from sft_play.inference.evaluate import prepared_data
 from sft_play.inference.export import export_run

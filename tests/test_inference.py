@@ -15,7 +15,7 @@ from sft_play import cli
 from sft_play.data.rows import Message
 from sft_play.errors import CheckpointError, ExitClass
 from sft_play.evaluation.evaluator import Evaluator
-from sft_play.evaluation.generate import Answer
+from sft_play.evaluation.generate import GeneratedAnswer
 from sft_play.inference import chat
 from sft_play.inference.evaluate import evaluate_run, prepared_data
 from sft_play.inference.load import load_run
@@ -123,12 +123,12 @@ def test_a_run_with_flash_attention_2_answers_where_it_cannot_be_used(copied, ca
 
 def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatch, capsys):
     asked = []
-    really = chat.answer
+    really = chat.next_turn
     monkeypatch.setattr("builtins.input", typed_lines("Count to 3.", "Count to 6."))
     said = lambda messages: [{"role": turn.role, "content": turn.content} for turn in messages]  # noqa: E731
     monkeypatch.setattr(
         chat,
-        "answer",
+        "next_turn",
         lambda loaded, messages, printer=None: (
             asked.append(said(messages)) or really(loaded, messages, printer)
         ),
@@ -139,14 +139,14 @@ def test_the_conversation_so_far_is_part_of_a_chats_prompt(answering, monkeypatc
     replies = capsys.readouterr().out.splitlines()
     loaded = load_run(answering, "cpu")
     conversation = [Message(**turn) for turn in asked[1]]
-    assert replies == ["1 2 3", *chat.answer(loaded, conversation).text.splitlines()]
+    assert replies == ["1 2 3", *chat.next_turn(loaded, conversation).text.splitlines()]
 
 
 def test_the_system_prompt_of_the_run_goes_before_every_question(train_run, monkeypatch):
     folder = train_run({"data.system_prompt": "Be brief.", "train.predict_with_generate": False})
     asked = []
-    said = Answer("Yes.", was_cut=False)
-    monkeypatch.setattr(chat, "answer", lambda _, messages, *__: asked.append(messages) or said)
+    said = GeneratedAnswer("Yes.", was_cut=False)
+    monkeypatch.setattr(chat, "next_turn", lambda _, messages, *__: asked.append(messages) or said)
     monkeypatch.setattr("builtins.input", typed_lines("And this?"))
     list(chat.answer_all(folder, "cpu", ["Count to 3.", "And that?"]))
     chat.chat_with(folder, "cpu")
@@ -220,7 +220,7 @@ def test_an_adapter_that_finds_no_memory_is_not_taken_for_a_damaged_one(copied, 
     def refuse(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(expert_adapters, "load_adapter", refuse)
+    monkeypatch.setattr(expert_adapters, "load_frozen_adapter", refuse)
     with pytest.raises(torch.OutOfMemoryError):
         load_run(copied, "cpu")
 

@@ -19,7 +19,7 @@ import pytest
 from conftest import ROOT
 from rank_processes import start_command
 
-from sft_play.commands.check_server import Server, check_server
+from sft_play.commands.check_server import RemoteServer, check_server
 from sft_play.inference.export import export_run
 from sft_play.plan.launch import free_port
 from sft_play.runs import seal
@@ -296,7 +296,7 @@ def test_the_export_of_a_run_answers_as_the_run_did(finished, tmp_path):
     if not export.is_dir():
         export_run(folder, ExportAsked("safetensors"), "cpu")
     with serving(folder.path, tmp_path) as served:
-        server = Server.at(f"http://127.0.0.1:{served.port}", None, None)
+        server = RemoteServer.at(f"http://127.0.0.1:{served.port}", None, None)
         lines = check_server(server, read_parity(export / PARITY))
     assert lines[-1] == "the server answers as the evaluated model does"
 

@@ -123,8 +123,8 @@ def test_the_limit_of_infer_and_chat_is_generous_unless_the_run_named_one(
 
 def test_infer_takes_a_system_prompt(call, monkeypatch):
     asked = []
-    said = chat.Answer("Yes.", was_cut=False)
-    monkeypatch.setattr(chat, "answer", lambda _, messages: asked.append(messages) or said)
+    said = chat.GeneratedAnswer("Yes.", was_cut=False)
+    monkeypatch.setattr(chat, "next_turn", lambda _, messages: asked.append(messages) or said)
     call("infer", PROMPT="And?", DATA_SYSTEM_PROMPT="Be brief.")
     assert asked == [[Message("system", "Be brief."), Message("user", "And?")]]
 
@@ -165,8 +165,8 @@ def test_commands_change_what_the_model_is_asked(counting_run, monkeypatch):
     speaker = chat.Speaker("tuned", trained, nullcontext, chat.system_messages(trained))
     talk = chat.Chat([speaker], [], "")
     asked = []
-    said = chat.Answer("Yes.", was_cut=False)
-    monkeypatch.setattr(chat, "answer", lambda _, turn, *__: asked.append(list(turn)) or said)
+    said = chat.GeneratedAnswer("Yes.", was_cut=False)
+    monkeypatch.setattr(chat, "next_turn", lambda _, turn, *__: asked.append(list(turn)) or said)
     lines = iter(["a", "/system Be brief.", "b", "c", "/reset", "d", "/system", "e", ""])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
     talk.run()
@@ -190,7 +190,7 @@ def test_an_answer_is_shown_while_it_is_generated(counting_run, monkeypatch, cap
     monkeypatch.setattr(
         printer, "put", lambda ids: (really(ids), shown.append(capsys.readouterr().out))
     )
-    found = chat.answer(trained, [Message("user", "Count to 6.")], printer)
+    found = chat.next_turn(trained, [Message("user", "Count to 6.")], printer)
     assert "".join(shown) + capsys.readouterr().out == "1 2 3 4 5 6\n"
     assert len([part for part in shown if part]) > 3, "it came in parts"
     assert printer.text == found.text

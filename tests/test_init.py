@@ -10,8 +10,8 @@ from sft_play.commands import call as calls
 from sft_play.commands.init import init
 from sft_play.commands.plan import plan_for_display
 from sft_play.config import invocation
-from sft_play.config.loader import PROJECT_ROOT, load
-from sft_play.config.present import Line, commented_yaml
+from sft_play.config.loader import PROJECT_ROOT, load_merged
+from sft_play.config.present import SettingLine, commented_yaml
 from sft_play.errors import ConfigError, DataError, ExitClass, OutOfMemory
 
 TINY = PROJECT_ROOT / "data" / "tiny_llama"
@@ -26,7 +26,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def with_variables(**variables: str) -> calls.Call:
         environ = {"DEVICE": "cpu", "HF_HUB_CACHE": str(tmp_path / "hub"), **variables}
-        return calls.Call(invocation.read(environ), environ, ())
+        return calls.Call(invocation.read_invocation(environ), environ, ())
 
     return with_variables
 
@@ -51,7 +51,7 @@ def test_a_written_config_loads_and_plans_as_it_was_printed(call, record: dict[s
     assert text.startswith("# make train CONFIG=config.yaml\n")
     columns = " and ".join(name for name in record if name != "input")
     assert f"# 19 rows to train on, from the columns {columns}\n  train_path: rows.jsonl" in text
-    loaded = load("config.yaml")
+    loaded = load_merged("config.yaml")
     assert (loaded.config.tuning.mode, loaded.config.model.name) == ("lora", str(TINY))
     assert loaded.config.train.learning_rate == 2e-4
     assert loaded.config.train.epochs == 10
@@ -70,7 +70,7 @@ def test_a_model_of_another_architecture(call) -> None:
     config = {"model_type": "qwen3", "vocab_size": 2304, "max_position_embeddings": 256, **sizes}
     (folder / "config.json").write_text(json.dumps(config))
     init(call(MODEL_NAME="model", DATA_TRAIN_PATH=written(GSM8K), OUT="sub/own.yaml"))
-    loaded = load("sub/own.yaml")
+    loaded = load_merged("sub/own.yaml")
     assert loaded.config.model.max_seq_len == 256
     assert "the model takes 256" in Path("sub/own.yaml").read_text()
     assert plan_for_display(call(CONFIG="sub/own.yaml"), False, False).plan.fits
@@ -83,7 +83,7 @@ def test_what_the_user_gives_is_written_with_its_origin(call) -> None:
     init(call(**variables, DATA_COLUMNS=columns, TUNING_MODE="full", TRAIN_EPOCHS="2"))
     text = Path("config.yaml").read_text()
     assert "    # environment TUNING_LORA_R\n    r: 8\n" in text
-    config = load("config.yaml").config
+    config = load_merged("config.yaml").config
     assert config.data.columns == {"question": "problem", "answer": "solution"}
     assert (config.tuning.mode, config.train.learning_rate) == ("full", 2e-5)
     assert config.train.epochs == 2
@@ -94,9 +94,9 @@ def test_the_mode_follows_from_memory(call) -> None:
     big = {"MODEL_NAME": "Qwen/Qwen2.5-14B-Instruct", "DATA_TRAIN_PATH": rows}
     init(call(**big, GPUS="1x24GiB", OUT="small.yaml"))
     init(call(**big, GPUS="1xH200", OUT="large.yaml"))
-    assert load("small.yaml").config.tuning.mode == "qlora"
+    assert load_merged("small.yaml").config.tuning.mode == "qlora"
     assert "adapters over 4-bit weights fit" in Path("small.yaml").read_text()
-    assert load("large.yaml").config.tuning.mode == "lora"
+    assert load_merged("large.yaml").config.tuning.mode == "lora"
     with pytest.raises(OutOfMemory):
         init(call(**big, GPUS="1x4GiB", OUT="none.yaml"))
     assert not Path("none.yaml").exists()
@@ -120,14 +120,14 @@ def test_init_refuses_to_overwrite_and_to_guess(call) -> None:
 
 def test_a_commented_file_reads_back_as_it_was(tmp_path: Path) -> None:
     lines = [
-        Line("tuning.lora.r", 8, "a rank"),
-        Line("tuning.lora.alpha", 16.0, "a scale " * 30),
-        Line("data.train_path", [{"path": "a: b.jsonl", "weight": 2.0}, "c.jsonl"], "two"),
-        Line("data.system_prompt", "no", "a text that YAML 1.1 takes for a switch"),
+        SettingLine("tuning.lora.r", 8, "a rank"),
+        SettingLine("tuning.lora.alpha", 16.0, "a scale " * 30),
+        SettingLine("data.train_path", [{"path": "a: b.jsonl", "weight": 2.0}, "c.jsonl"], "two"),
+        SettingLine("data.system_prompt", "no", "a text that YAML 1.1 takes for a switch"),
     ]
     path = tmp_path / "a.yaml"
     path.write_text(commented_yaml(["header"], lines))
-    config = load(str(path)).config
+    config = load_merged(str(path)).config
     assert (config.tuning.lora.r, config.tuning.lora.alpha) == (8, 16.0)
     assert config.data.train_path[0].path == "a: b.jsonl"
     assert config.data.system_prompt == "no"

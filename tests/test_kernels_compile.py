@@ -8,7 +8,7 @@ from bitsandbytes.functional import quantize_4bit
 from marks import long
 from test_fast_residual import GEMMA, LLAMA
 
-from sft_play.models.fast.norms.residual import Launched
+from sft_play.models.fast.norms.residual import TritonNorms
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
 
@@ -49,36 +49,36 @@ def glu(dtype: torch.dtype) -> None:
 def float8(dtype: torch.dtype) -> None:
     columns = torch.ones(FEATURES)
     weight = torch.zeros(FEATURES, FEATURES).to(torch.float8_e4m3fn)
-    float8_kernels.quantize(rows(dtype))
-    float8_kernels.quantize(rows(dtype), columns)
+    float8_kernels.quantize_rows(rows(dtype))
+    float8_kernels.quantize_rows(rows(dtype), columns)
     float8_kernels.transposed(weight)
 
 
 def cross_entropy(dtype: torch.dtype) -> None:
     targets = torch.zeros(ROWS, dtype=torch.int64)
-    loss.launch(rows(dtype), targets)
-    loss.launch(rows(dtype), targets, softcap=30.0)
+    loss.launch_cross_entropy(rows(dtype), targets)
+    loss.launch_cross_entropy(rows(dtype), targets, softcap=30.0)
 
 
 def norms(dtype: torch.dtype) -> None:
     x, weight = rows(dtype), torch.zeros(FEATURES, dtype=dtype)
     for kind in (LLAMA, GEMMA):
-        Launched.forward(x, None, weight, kind)
-        _, s, inverse = Launched.forward(x, x, weight, kind)
-        Launched.backward(x, x, s, weight, inverse, kind)
+        TritonNorms.forward(x, None, weight, kind)
+        _, s, inverse = TritonNorms.forward(x, x, weight, kind)
+        TritonNorms.backward(x, x, s, weight, inverse, kind)
 
 
 def mixture(dtype: torch.dtype) -> None:
     places = torch.zeros(ROWS, CHOICES, dtype=torch.int64)
     ends = torch.full((CHOICES,), ROWS, dtype=torch.int32)
     values = rows(dtype, count=ROWS * CHOICES)
-    experts.sum_choices(values, places, ends, None)
-    experts.sum_choices(values, places, ends, torch.zeros(ROWS, CHOICES))
+    experts.sum_choices_kernel(values, places, ends, None)
+    experts.sum_choices_kernel(values, places, ends, torch.zeros(ROWS, CHOICES))
     dh, y, weights = rows(dtype), rows(dtype, 2 * FEATURES), torch.zeros(ROWS)
     for form in (("silu", 0.0, 0.0), ("gelu_tanh", 0.0, 0.0), ("clamped", 1.702, 7.0)):
-        experts.glu_forward(y, form, ends)
-        experts.glu_forward(y, form, None)
-        experts.glu_backward(dh, y, weights, form, ends)
+        experts.expert_glu_forward(y, form, ends)
+        experts.expert_glu_forward(y, form, None)
+        experts.expert_glu_backward(dh, y, weights, form, ends)
 
 
 def grouped(dtype: torch.dtype, count: int = 80 * 2 * ROWS) -> None:
@@ -94,11 +94,11 @@ def grouped(dtype: torch.dtype, count: int = 80 * 2 * ROWS) -> None:
     nf4 = (torch.zeros(2, 256, 4), 64, "nf4")
     mxfp4 = (torch.zeros(2, 256, 8, dtype=torch.uint8), 32, "mxfp4")
     for is_summed in (False, True):
-        grouped_kernels.product(x, weight, is_summed, None, 0, *routed, out, 2, term, bias)
+        grouped_kernels.grouped_product(x, weight, is_summed, None, 0, *routed, out, 2, term, bias)
     for packing in (nf4, mxfp4):
-        grouped_kernels.product(x, codes, False, packing, 0, *routed, out, None, term)
-    grouped_kernels.product(x, codes, True, nf4, 0, *routed, out, None, term)
-    grouped_kernels.product(x, torch.zeros(2, 16, 256), False, None, 0, *routed, thin)
+        grouped_kernels.grouped_product(x, codes, False, packing, 0, *routed, out, None, term)
+    grouped_kernels.grouped_product(x, codes, True, nf4, 0, *routed, out, None, term)
+    grouped_kernels.grouped_product(x, torch.zeros(2, 16, 256), False, None, 0, *routed, thin)
     made = torch.zeros(2, 16, 256)
     grouped_kernels.outer(u, x, order, ends, made, 2.0, 2, torch.zeros(count))
 
@@ -113,18 +113,18 @@ def four_bit(dtype: torch.dtype) -> None:
         packed = quantize_4bit(
             rows(dtype), quant_type=quant_type, compress_statistics=is_nested, blocksize=64
         )
-        packed_weights.launch(*packed)
+        packed_weights.launch_unpacking(*packed)
         if is_nested:
             packed_weights.unpack_scales(packed[1])
     exponents = torch.zeros(2, dtype=torch.uint8)
     state = Mxfp4State(exponents, torch.Size((1, 2, 32)), dtype, is_turned=False)
-    packed_weights.launch(torch.zeros(32, dtype=torch.uint8), state)
+    packed_weights.launch_unpacking(torch.zeros(32, dtype=torch.uint8), state)
 
 
 def adapters(dtype: torch.dtype) -> None:
     dy, b, xa = rows(dtype), rows(dtype, 4, FEATURES), rows(dtype, 4)
     with patch.object(adapter_gradients, "processors", lambda device: 2):
-        adapter_gradients.launch([dy], [b], xa, 2.0, torch.float32)
+        adapter_gradients.launch_adapter_gradients([dy], [b], xa, 2.0, torch.float32)
 
 
 # bytes of shared memory that a program has on GPUs of a capability

@@ -73,7 +73,7 @@ def test_other_text_stays(text: str) -> None:
 )
 def test_a_setting_with_a_credential_is_refused_as_it_would_be_written(setting: str) -> None:
     with pytest.raises(ConfigError, match="has a token or a password") as error:
-        loader.load(None, {}, [setting])
+        loader.load_merged(None, {}, [setting])
     assert CANARY not in str(error.value)
 
 

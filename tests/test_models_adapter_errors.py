@@ -24,7 +24,9 @@ def test_resized_embeddings_over_the_old_base_are_named_with_both_sizes(
     settings = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     get_peft_model(base, settings).save_pretrained(tmp_path)
     with pytest.raises(RuntimeError) as caught:
-        expert_adapters.load_adapter(AutoModelForCausalLM.from_pretrained(tiny_base), tmp_path)
+        expert_adapters.load_frozen_adapter(
+            AutoModelForCausalLM.from_pretrained(tiny_base), tmp_path
+        )
     reason = why_not_fitting(caught.value)
     assert "embed_tokens" in reason and "set MODEL_NAME" in reason
     assert f"[{rows + 8}, 64]" in reason and f"[{rows}, 64]" in reason
@@ -33,7 +35,7 @@ def test_resized_embeddings_over_the_old_base_are_named_with_both_sizes(
 def test_adapters_on_an_embedding_are_refused_with_the_settings() -> None:
     words = ["tuning.lora.target_modules=q_proj,embed_tokens"]
     with pytest.raises(ConfigError, match="TUNING_LORA_MODULES_TO_SAVE=embed_tokens"):
-        loader.load("base", {}, words)
+        loader.load_merged("base", {}, words)
 
 
 @pytest.mark.parametrize("named", ["", "snapshots"])

@@ -15,7 +15,7 @@ from run_files import run_json
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from sft_play.config.loader import load
+from sft_play.config.loader import load_merged
 from sft_play.config.schema import Config
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.splits import UsedTokens
@@ -317,14 +317,14 @@ def test_a_token_in_the_rows_is_one_id_also_after_a_run_without_it(tiny_base, to
 def test_a_list_that_adds_nothing_new_is_refused_by_name(monkeypatch, value):
     monkeypatch.setenv("MODEL_ADD_TOKENS", value)
     with pytest.raises(ConfigError, match=r"model.add_tokens=.* write a list of tokens, each once"):
-        load(None, dict(os.environ), ())
+        load_merged(None, dict(os.environ), ())
 
 
 def test_rows_and_complete_matrices_are_not_both_trained():
     words = ('model.add_tokens=["<a>"]', "tuning.lora.modules_to_save=lm_head")
     with pytest.raises(ConfigError, match=r"model.add_tokens=\[<a>\].* trains all its rows"):
-        load(None, {}, words)
-    assert load(None, {}, (*words, "tuning.mode=full", "tuning.lora.modules_to_save=null"))
+        load_merged(None, {}, words)
+    assert load_merged(None, {}, (*words, "tuning.mode=full", "tuning.lora.modules_to_save=null"))
 
 
 def test_tokens_of_the_vocabulary_keep_their_ids(tiny_base, caplog):

@@ -8,7 +8,7 @@ from transformers import BitsAndBytesConfig
 
 from sft_play.errors import EnvironmentFault
 from sft_play.models import bnb
-from sft_play.models.bnb import pack
+from sft_play.models.bnb import pack_4bit
 
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
@@ -19,7 +19,7 @@ class OneWeight(nn.Module):
     def __init__(self, *shape: int):
         super().__init__()
         self.plain = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        self.weight = pack(self.plain, NF4)
+        self.weight = pack_4bit(self.plain, NF4)
 
     def error(self) -> float:
         """Return the relative error of what is unpacked: 0.09 for NF4 in blocks of 64."""

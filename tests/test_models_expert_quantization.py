@@ -20,7 +20,7 @@ from sft_play.models import bnb, lora
 from sft_play.models.architecture import encoders_of
 from sft_play.models.experts import expert_weights, find_experts, packed_weight, routing_linears
 from sft_play.models.fast.capture import kinds_of
-from sft_play.models.fast.trial import in_float32
+from sft_play.models.fast.trial import float32_copy
 from sft_play.models.load import load_base
 from sft_play.models.merging import Merge, quantized_names
 from sft_play.models.parameters import PackedWeights, count_parameters, packed_weights
@@ -106,7 +106,7 @@ def test_a_copy_in_float32_has_the_unpacked_values_and_the_adapters(tmp_path):
     adapted = with_adapters(packed, config_of(base))
     before = {name: tensor.clone() for name, tensor in adapted.state_dict().items()}
     logits = adapted(input_ids=IDS).logits
-    copied = in_float32(adapted)
+    copied = float32_copy(adapted)
     weights = [parameter for parameter in copied.parameters() if not parameter.requires_grad]
     assert {weight.dtype for weight in weights} == {torch.float32}
     outputs = [model(input_ids=IDS, labels=IDS) for model in (copied, plain)]

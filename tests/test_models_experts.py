@@ -56,7 +56,7 @@ def test_saved_adapters_of_experts_load_in_plain_peft(model_type, tmp_path):
     assert not torch.allclose(logits(base), expected, atol=0.1)
     plain = PeftModel.from_pretrained(base, tmp_path)
     torch.testing.assert_close(logits(plain), expected, atol=SAME, rtol=0)
-    own = expert_adapters.load_adapter(tiny_model(model_type).eval(), tmp_path)
+    own = expert_adapters.load_frozen_adapter(tiny_model(model_type).eval(), tmp_path)
     torch.testing.assert_close(logits(own), expected, atol=0, rtol=0)
     assert {p.requires_grad for p in own.parameters()} == {False}
     torch.testing.assert_close(logits(own.merge_and_unload()), expected, atol=SAME, rtol=0)

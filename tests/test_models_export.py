@@ -169,7 +169,7 @@ def test_eval_infer_and_chat_stop_there_too(trained):
     assert set(loaded.stops) == stop_ids(loaded.tokenizer) | {
         loaded.tokenizer.convert_tokens_to_ids("<|endoftext|>")
     }
-    assert chat.answer(loaded, [Message("user", QUESTION)]) == (ANSWER, False)
+    assert chat.next_turn(loaded, [Message("user", QUESTION)]) == (ANSWER, False)
     after = run_json(folder)["metrics"]["after"]
     evaluate_run(folder, "cpu")
     again = json.loads((folder.evaluation / "again.json").read_text())

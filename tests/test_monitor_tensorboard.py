@@ -88,7 +88,9 @@ def test_a_tensorboard_that_dies_at_once_is_an_environment_fault_with_its_words(
         socket.create_server(("127.0.0.1", 0)) as busy,
         pytest.raises(EnvironmentFault, match="No module named tensorboard"),
     ):
-        tensorboard.start(tmp_path, busy.getsockname()[1], str(interpreter), {}, pid_file)
+        tensorboard.start_tensorboard(
+            tmp_path, busy.getsockname()[1], str(interpreter), {}, pid_file
+        )
     assert not pid_file.exists()
 
 
@@ -101,7 +103,7 @@ def test_a_call_that_cannot_start_is_an_error_with_what_is_wrong(pid_file, tmp_p
             (65536, sys.executable, ConfigError, "TB_PORT=65536"),
         ):
             with pytest.raises(kind, match=said):
-                tensorboard.start(tmp_path, port, python, {}, pid_file)
+                tensorboard.start_tensorboard(tmp_path, port, python, {}, pid_file)
 
 
 def test_a_tensorboard_that_never_answers_is_stopped(pid_file, tmp_path, monkeypatch):
@@ -111,7 +113,7 @@ def test_a_tensorboard_that_never_answers_is_stopped(pid_file, tmp_path, monkeyp
     )
     monkeypatch.setattr(tensorboard, "START_SECONDS", 0.3)
     with pytest.raises(EnvironmentFault, match=r"did not answer on port (?s:.*)importing"):
-        tensorboard.start(tmp_path, free_port(), str(interpreter), {}, pid_file)
+        tensorboard.start_tensorboard(tmp_path, free_port(), str(interpreter), {}, pid_file)
     assert not pid_file.exists()
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
@@ -120,7 +122,7 @@ def test_a_tensorboard_that_never_answers_is_stopped(pid_file, tmp_path, monkeyp
 def test_tensorboard_starts_once_beside_a_busy_port_and_stops(pid_file, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]
-        first, message = tensorboard.start(
+        first, message = tensorboard.start_tensorboard(
             tmp_path / "logs", port, sys.executable, os.environ, pid_file
         )
     assert first.port > port
@@ -131,9 +133,11 @@ def test_tensorboard_starts_once_beside_a_busy_port_and_stops(pid_file, tmp_path
     assert json.loads(pid_file.read_text())["process"]["pid"] == first.pid
     with urllib.request.urlopen(f"{first.url}/data/environment") as answer:
         assert json.load(answer)["data_location"] == str(tmp_path / "logs")
-    again, _ = tensorboard.start(tmp_path / "logs", port, sys.executable, os.environ, pid_file)
+    again, _ = tensorboard.start_tensorboard(
+        tmp_path / "logs", port, sys.executable, os.environ, pid_file
+    )
     assert (again.pid, again.port) == (first.pid, first.port)
-    other, message = tensorboard.start(
+    other, message = tensorboard.start_tensorboard(
         tmp_path / "other", port, sys.executable, os.environ, pid_file
     )
     assert other.pid != first.pid and not psutil.pid_exists(first.pid)

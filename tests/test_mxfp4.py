@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sft_play.models import mxfp4
-from sft_play.models.fast.linears.four_bit import unpack
+from sft_play.models.fast.linears.four_bit import unpack_with_kernel
 
 
 def numbers_of_mxfp4(experts: int, first: int, second: int, is_turned: bool) -> Tensor:
@@ -22,14 +22,14 @@ def numbers_of_mxfp4(experts: int, first: int, second: int, is_turned: bool) -> 
 def test_every_number_comes_back() -> None:
     for is_turned in (True, False):
         weight = numbers_of_mxfp4(3, 64, 48, is_turned)
-        packed = mxfp4.pack(weight, is_turned)
+        packed = mxfp4.pack_mxfp4(weight, is_turned)
         assert packed.nbytes == weight.numel() // 2
-        assert torch.equal(unpack(packed), weight)
-        assert unpack(packed).dtype == weight.dtype
+        assert torch.equal(unpack_with_kernel(packed), weight)
+        assert unpack_with_kernel(packed).dtype == weight.dtype
 
 
 def test_a_weight_of_other_numbers_is_not_packed() -> None:
     weight = numbers_of_mxfp4(3, 64, 48, is_turned=True)
     weight[2, 5, 7] *= 1.125
-    assert mxfp4.pack(weight, is_turned=True) is None
-    assert mxfp4.pack(weight[:, :40], is_turned=True) is None
+    assert mxfp4.pack_mxfp4(weight, is_turned=True) is None
+    assert mxfp4.pack_mxfp4(weight[:, :40], is_turned=True) is None

@@ -30,7 +30,7 @@ def test_a_setting_that_is_nested_too_deeply_is_refused(source: str) -> None:
     environ = {"DATA_TRAIN_PATH": value} if source == "environment" else {}
     words = [f"data.train_path={value}"] if source == "--set" else []
     with pytest.raises(ConfigError, match=r"data\.train_path"):
-        loader.load("base", environ, words)
+        loader.load_merged("base", environ, words)
 
 
 @pytest.mark.parametrize("weight", [10**400, 1e308, -1, float("nan"), MAX_WEIGHT + 1, "2"])
@@ -63,10 +63,10 @@ def test_a_config_that_is_a_link_to_itself_is_named(tmp_path: Path) -> None:
 
 def test_odd_metrics_are_skipped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert metrics.read(tmp_path / "pipe").lines == []  # and does not wait
+    assert metrics.read_metrics(tmp_path / "pipe").lines == []  # and does not wait
     path = tmp_path / "metrics.jsonl"
     path.write_text("[" * 200_000 + '\n{"step": 1, "steps": 2}\n')
-    assert [line.step for line in metrics.read(path).lines] == [1]
+    assert [line.step for line in metrics.read_metrics(path).lines] == [1]
 
 
 @pytest.mark.parametrize("shown", ["0000", '0 "EUR"', "0%", "#,##0"])
@@ -83,16 +83,16 @@ def test_a_number_that_a_sheet_shows_otherwise_is_no_text(tmp_path: Path, shown:
 
 def test_two_commands_do_not_write_to_one_run(tmp_path: Path) -> None:
     with (
-        lock.used_alone(tmp_path),
+        lock.keeping_lock(tmp_path),
         pytest.raises(EnvironmentFault, match="another command"),
-        lock.used_alone(tmp_path),
+        lock.keeping_lock(tmp_path),
     ):
         pytest.fail("both have it")
-    with lock.used_alone(tmp_path):
+    with lock.keeping_lock(tmp_path):
         assert (tmp_path / lock.NAME).is_file()
 
 
 def test_a_pipe_in_the_place_of_a_lock_is_refused_and_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / lock.NAME)
-    with pytest.raises(FileExistsError, match="Not a regular file"), lock.used_alone(tmp_path):
+    with pytest.raises(FileExistsError, match="Not a regular file"), lock.keeping_lock(tmp_path):
         pytest.fail("it was used")

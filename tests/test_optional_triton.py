@@ -16,7 +16,7 @@ def import_kernels() -> None:
 
     assert callable(glu.launch_forward) and glu.BLOCK == 1024
     assert four_bit._CODES_A_WORD == four_bit.CODES_A_WORD
-    assert callable(adapter_gradients.launch)
+    assert callable(adapter_gradients.launch_adapter_gradients)
 
 
 def test_modules_with_kernels_are_imported_without_triton(tmp_path: Path) -> None:

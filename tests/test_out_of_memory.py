@@ -119,7 +119,7 @@ def test_the_next_command_keeps_every_setting_and_the_effective_batch(planned):
         == f"make train CONFIG={path}/config.yaml DEVICE=cpu TRAIN_BATCH_SIZE=2 TRAIN_GRAD_ACCUM=6"
     )
     environ = {**os.environ, **dict(word.split("=", 1) for word in command.split()[2:])}
-    call = calls.Call(invocation.read(environ), environ, ())
+    call = calls.Call(invocation.read_invocation(environ), environ, ())
     again = calls.load_config(call)
     following = calls.plan_run(call, again, distributed=False, use_deepspeed=False)
     layout = following.plan.layout
@@ -243,7 +243,7 @@ def test_a_run_that_runs_out_of_memory_says_where_and_goes_on_from_its_checkpoin
         }
     )
     assert len(losses_of(again)) == 4
-    assert stamp.read(again.weights("lora")).effective_batch == 4
+    assert stamp.read_stamp(again.weights("lora")).effective_batch == 4
 
 
 def test_a_rank_that_runs_out_of_memory_while_it_loads_says_so(plan_run, run_worker, monkeypatch):
@@ -286,7 +286,7 @@ from {module} import {fault}
 from sft_play.training import entry
 
 fail_in_step_3({rank}, {fault})
-sys.exit(entry.main(Path(sys.argv[1])))
+sys.exit(entry.run_worker(Path(sys.argv[1])))
 """
 
 

@@ -7,7 +7,7 @@ from marks import long
 from plan_examples import plan_for
 
 from sft_play.config.schema import env_name
-from sft_play.plan.advice import Change
+from sft_play.plan.advice import Advised
 from sft_play.plan.run_plan import RunPlan
 
 pytestmark = pytest.mark.usefixtures("traces_nothing")
@@ -49,7 +49,7 @@ def plan_of(gpus: str, model: str, *settings: str, **options: Any) -> RunPlan:
     return plan_for(gpus, *named, config="configs/base.yaml", **options).plan
 
 
-def plan_with(change: Change, gpus: str, model: str, *settings: str) -> RunPlan:
+def plan_with(change: Advised, gpus: str, model: str, *settings: str) -> RunPlan:
     """Return the plan once the words of a change are typed, in the place of what they replace."""
     environ = dict(word.split("=", 1) for word in change.words.split() if "=" in word)
     kept = [setting for setting in settings if env_name(setting.split("=")[0]) not in environ]

@@ -314,7 +314,7 @@ def test_every_command_says_it_first(folder, monkeypatch, command):
     monkeypatch.chdir(path)
     (path / "rows.jsonl").write_text('{"prompt": "1 + 1?", "response": "2"}\n')
     environ = {"DEVICE": "cpu", "MODEL_NAME": str(path), "DATA_TRAIN_PATH": "rows.jsonl"}
-    call = calls.Call(invocation.read(environ), environ, ())
+    call = calls.Call(invocation.read_invocation(environ), environ, ())
     run = {
         "plan": lambda: plan_for_display(call, False, False),
         "init": lambda: init(call),
@@ -331,7 +331,7 @@ def test_a_folder_without_weights_is_planned_and_not_trained(copy, monkeypatch):
     monkeypatch.chdir(copy)
     (copy / "rows.jsonl").write_text('{"prompt": "1 + 1?", "response": "2"}\n' * 20)
     environ = {"DEVICE": "cpu", "MODEL_NAME": str(copy), "DATA_TRAIN_PATH": "rows.jsonl"}
-    call = calls.Call(invocation.read(environ), environ, ())
+    call = calls.Call(invocation.read_invocation(environ), environ, ())
     assert plan_for_display(call, False, False).plan.fits
     with pytest.raises(EnvironmentFault, match=r"a config.json and no weights"):
         prepare_run(call, False, False)
@@ -352,6 +352,6 @@ def test_a_plan_says_that_weights_are_a_pickle(copy, monkeypatch):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     monkeypatch.chdir(copy)
     environ = {"DEVICE": "cpu", "MODEL_NAME": str(copy)}
-    call = calls.Call(invocation.read(environ), environ, ())
+    call = calls.Call(invocation.read_invocation(environ), environ, ())
     with pytest.raises(ConfigError, match="set MODEL_ALLOW_PICKLED_WEIGHTS=true"):
         plan_for_display(call, False, False)

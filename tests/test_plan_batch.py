@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from plan_examples import REQUEST, asked
 
-from sft_play.plan.batch import HOST_MARGIN, SATURATED_TOKENS, choose, merged, smallest
+from sft_play.plan.batch import (
+    HOST_MARGIN,
+    SATURATED_TOKENS,
+    choose_layout,
+    merged_layout,
+    smallest,
+)
 from sft_play.plan.step import Layout
 
 LAYERS = REQUEST.layers
@@ -33,7 +39,7 @@ def bytes_where_so_many_fit(rows: int, checkpointed_rows: int = 0) -> Callable[[
 def choice(rows: int = 1000, checkpointed_rows: int = 0, **changes: Any) -> Layout | None:
     """Return what is chosen where so many rows fit."""
     request = asked(**changes)
-    return choose(request, bytes_where_so_many_fit(rows, checkpointed_rows), BUDGET_BYTES)
+    return choose_layout(request, bytes_where_so_many_fit(rows, checkpointed_rows), BUDGET_BYTES)
 
 
 def numbers(layout: Layout) -> tuple[int, int, int, int]:
@@ -173,12 +179,12 @@ def test_packed_micro_batches_have_enough_tokens_of_a_usual_step(
     request = asked(effective_batch=32, fullest_step=8, step_tokens=step_tokens)
     packed = Layout(4, 8, 1, 2048).packed(8)
     peak_bytes = bytes_where_so_many_fit(rows_that_fit)
-    found = merged(request, packed, peak_bytes, BUDGET_BYTES)
+    found = merged_layout(request, packed, peak_bytes, BUDGET_BYTES)
     assert (found.batch_size, found.grad_accum, found.micro_batches) == expected
     assert found.rows_per_step == packed.rows_per_step and found.fullest_step == 8
-    assert choose(request, peak_bytes, BUDGET_BYTES) == found, "a probe chooses the same"
+    assert choose_layout(request, peak_bytes, BUDGET_BYTES) == found, "a probe chooses the same"
     request = replace(request, step_tokens=None)
-    assert merged(request, packed, lambda _: 0, BUDGET_BYTES) == packed
+    assert merged_layout(request, packed, lambda _: 0, BUDGET_BYTES) == packed
 
 
 def test_ranks_share_the_tokens_of_a_step():
@@ -186,5 +192,7 @@ def test_ranks_share_the_tokens_of_a_step():
     packed = Layout(2, 4, 4, 2048).packed(16)  # 2 micro-batches of 2 sequences on each rank
     enough = 4 * 2 * SATURATED_TOKENS
     for tokens, micro_batches in ((enough, 2), (enough - 1, 1)):
-        found = merged(replace(request, step_tokens=tokens), packed, lambda _: 0, BUDGET_BYTES)
+        found = merged_layout(
+            replace(request, step_tokens=tokens), packed, lambda _: 0, BUDGET_BYTES
+        )
         assert found.micro_batches == micro_batches

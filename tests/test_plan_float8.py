@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from plan_examples import STEP, Example, plan_for
 
-from sft_play.config.loader import load
+from sft_play.config.loader import load_merged
 from sft_play.plan import memory
 from sft_play.plan.cards import CARDS
 from sft_play.plan.needs import may_be_float8
@@ -79,7 +79,7 @@ def test_an_8b_step_over_float8_is_as_fast_as_its_products():
     ],
 )
 def test_float8_is_offered_where_it_would_run(card, settings, may_be):
-    config = load(None, None, settings).config
+    config = load_merged(None, None, settings).config
     assert may_be_float8(config, CARDS[card] if card else None) == may_be
 
 

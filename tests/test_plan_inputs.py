@@ -10,8 +10,8 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.batch import smallest
-from sft_play.plan.cards import parse
-from sft_play.plan.inputs import Draft, PlanInputs, draft_of, plan_step, step_of
+from sft_play.plan.cards import parse_hardware
+from sft_play.plan.inputs import Draft, PlanInputs, draft_of, plan_step, rank_step
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.model_shape import load_shape
 from sft_play.plan.ranks import Machine, plan_ranks
@@ -23,7 +23,9 @@ ROW_TOKENS = 2048
 def inputs_of(budget_gib: float, host_gib: float = 0, **train: Any) -> PlanInputs:
     """Return the inputs of an 8B Llama with LoRA on one GPU."""
     train = {"weight_offloading": False, **train}
-    ranks = plan_ranks(Invocation(), parse("1xH200"), {}, distributed=False, use_deepspeed=False)
+    ranks = plan_ranks(
+        Invocation(), parse_hardware("1xH200"), {}, distributed=False, use_deepspeed=False
+    )
     return PlanInputs(
         config=Config.model_validate({"model": {"max_seq_len": ROW_TOKENS}, "train": train}),
         is_effective_set="effective_batch_size" in train,
@@ -39,7 +41,7 @@ def inputs_of(budget_gib: float, host_gib: float = 0, **train: Any) -> PlanInput
 
 
 def planned(inputs: PlanInputs) -> Draft:
-    return plan_step(inputs, step_of(inputs))
+    return plan_step(inputs, rank_step(inputs))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from plan_examples import asked
 
 from sft_play.plan import step as step_module
-from sft_play.plan.batch import choose, smallest
+from sft_play.plan.batch import choose_layout, smallest
 from sft_play.plan.step import Layout
 
 # batch size, accumulation and ranks of a step
@@ -79,7 +79,7 @@ def test_every_layout_of_a_request_keeps_the_rows_of_a_step(
         **explicit,
     )
     budget = rows_that_fit * request.row.max_seq_len
-    for layout in (choose(request, lambda layout: layout.tokens, budget), smallest(request)):
+    for layout in (choose_layout(request, lambda layout: layout.tokens, budget), smallest(request)):
         if layout is not None:
             assert layout.rows_per_step == 288
             assert layout.fullest_step == fullest_step

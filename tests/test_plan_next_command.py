@@ -40,7 +40,7 @@ LLAMA_70B = "model.name=meta-llama/Llama-3.1-70B-Instruct"
     ],
 )
 def test_what_to_type_repeats_what_was_asked(environ, overrides, words):
-    call = calls.Call(invocation.read(environ), environ, overrides)
+    call = calls.Call(invocation.read_invocation(environ), environ, overrides)
     plan = plan_for(environ.get("GPUS", CPU)).plan
     assert next_command.start_command(plan, planning.given_variables(call)) == words
 

@@ -7,7 +7,7 @@ from plan_examples import CPU, plan_for
 
 from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.memory import GIB
-from sft_play.plan.ranks import DTYPE_NAMES, precision
+from sft_play.plan.ranks import DTYPE_NAMES, config_precision
 
 V100, T4, A100 = "1xV100-32", "1xT4", "1xA100-40"
 
@@ -34,7 +34,7 @@ V100, T4, A100 = "1xV100-32", "1xT4", "1xA100-40"
 def test_one_precision_is_chosen_by_what_the_device_has(gpus, settings, expected, warns):
     planned = plan_for(gpus, *settings)
     train = planned.config.train
-    assert precision(planned.config) == expected
+    assert config_precision(planned.config) == expected
     assert (train.bf16, train.fp16) == (expected == "bf16", expected == "fp16")
     assert bool(planned.plan.warnings) == warns
     for warning in planned.plan.warnings:
@@ -44,7 +44,7 @@ def test_one_precision_is_chosen_by_what_the_device_has(gpus, settings, expected
 def test_mixed_gpus_compute_in_what_all_of_them_have():
     a100 = Gpu(0, "A100", 40 * GIB, 40 * GIB, (8, 0))
     v100 = Gpu(1, "V100", 32 * GIB, 32 * GIB, (7, 0))
-    assert precision(plan_for(Hardware("cuda", (a100, v100), 8, GIB)).config) == "fp16"
+    assert config_precision(plan_for(Hardware("cuda", (a100, v100), 8, GIB)).config) == "fp16"
 
 
 def test_the_precision_of_a_deepspeed_json_decides_where_the_config_leaves_it_open(tmp_path):
@@ -52,4 +52,4 @@ def test_the_precision_of_a_deepspeed_json_decides_where_the_config_leaves_it_op
     path.write_text(json.dumps({"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}))
     environ = {"DEEPSPEED_CONFIG": str(path)}
     planned = plan_for("2xH200", environ=environ, use_deepspeed=True)
-    assert precision(planned.config) == "fp16"
+    assert config_precision(planned.config) == "fp16"

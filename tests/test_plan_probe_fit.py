@@ -8,7 +8,7 @@ from plan_examples import PROBED_REQUEST, PROBED_STEP, fit_of, measured
 
 from sft_play.plan import batch, counting, probe_fit
 from sft_play.plan.memory import GIB, step_bytes
-from sft_play.plan.probe_fit import Line, MeasuredFit, Point
+from sft_play.plan.probe_fit import LinearFit, MeasuredFit, ProbePoint
 from sft_play.plan.step import Layout
 
 MODES = [
@@ -56,7 +56,7 @@ def test_a_step_that_was_tried_as_planned_has_the_bytes_that_it_took(beyond, pea
     step = replace(PROBED_STEP, zero_stage=3)
     context = probe_fit.context_bytes(step, layout)
     phases = {"forward": 30 * GIB - context, "backward": 40 * GIB - context}
-    point = Point(layout.tokens, 0, True, phases)
+    point = ProbePoint(layout.tokens, 0, True, phases)
     memory = probe_fit.memory_as_measured(step, layout, point, 40 * GIB + beyond)
     assert memory.predicted_peak == peak and memory.peak_phase == "backward"
     assert memory.totals()["forward"] == 30 * GIB
@@ -76,7 +76,7 @@ def test_activations_that_outgrow_gradients_are_told_by_the_forward_pass():
     for tokens, gib in seen.items():
         sizes = [round(size * GIB) for size in gib]
         phases = dict(zip(("forward", "backward", "optimizer"), sizes, strict=True))
-        points.append(Point(tokens, 0, accumulates=False, phases=phases))
+        points.append(ProbePoint(tokens, 0, accumulates=False, phases=phases))
     layout = Layout(batch_size=4, grad_accum=1, world_size=1, max_seq_len=2048)
     found = MeasuredFit(step, *points).phases(layout)
     context = probe_fit.context_bytes(step, layout)
@@ -121,9 +121,9 @@ def test_more_rows_never_need_less_and_more_checkpointed_layers_never_more(noise
 
 
 def test_a_line_never_falls_and_two_points_of_as_many_tokens_say_nothing_of_slope():
-    assert Line.through((10, 20), (100, 150)) == Line(50.0, 5.0)
-    assert Line.through((10, 20), (150, 100)) == Line(100.0, 0.0)
-    assert Line.through((10, 10), (100, 100)) == Line(100.0, 0.0)
+    assert LinearFit.through((10, 20), (100, 150)) == LinearFit(50.0, 5.0)
+    assert LinearFit.through((10, 20), (150, 100)) == LinearFit(100.0, 0.0)
+    assert LinearFit.through((10, 10), (100, 100)) == LinearFit(100.0, 0.0)
     point = measured(PROBED_STEP, 2048, 0)
     layout = layout_of(4, 0)
     closed = step_bytes(PROBED_STEP, layout).predicted_peak
@@ -165,7 +165,9 @@ def test_a_backend_that_patched_all_layers_keeps_its_checkpointing(layers):
 def test_a_step_is_known_to_fit_when_one_at_least_as_large_was_measured_within_the_budget():
     layout = Layout(2, 16, 1, 2048, checkpointed_layers=8)
     context = probe_fit.context_bytes(PROBED_STEP, layout)
-    point = Point(4096, 8, accumulates=True, phases={"forward": 10 * GIB, "backward": 12 * GIB})
+    point = ProbePoint(
+        4096, 8, accumulates=True, phases={"forward": 10 * GIB, "backward": 12 * GIB}
+    )
 
     def is_known(point, budget):
         return probe_fit.is_known_to_fit(PROBED_STEP, layout, [point], budget)
@@ -203,7 +205,7 @@ def test_points_are_read_as_they_were_written(tmp_path):
     points = (
         measured(PROBED_STEP, 1024, 0),
         measured(PROBED_STEP, 2048, 0),
-        Point(8192, 3, accumulates=False, phases={"forward": 1, "backward": 2}),
+        ProbePoint(8192, 3, accumulates=False, phases={"forward": 1, "backward": 2}),
     )
     folder = tmp_path / "probes"
     fingerprint = probe_fit.fingerprint(**FACTS)
@@ -223,4 +225,4 @@ def test_a_damaged_file_is_measured_anew_and_named(tmp_path, caplog, text):
 def test_the_digest_of_the_code_is_of_sources_that_are_there():
     for pattern in probe_fit.COMPUTING:
         assert list(counting.PACKAGE.glob(pattern)), pattern
-    assert len(probe_fit.digest_of_code()) == 64
+    assert len(probe_fit.digest_of_step()) == 64

@@ -14,13 +14,13 @@ from plan_examples import CPU, plan_for
 
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.plan import report
-from sft_play.plan.advice import Change
+from sft_play.plan.advice import Advised
 from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.launch import Launch, launch_command
 from sft_play.plan.memory import GIB, PHASES
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.workload import Counted, workload
-from sft_play.runs.files import as_text
+from sft_play.runs.files import json_text
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B"
 QWEN = "model.name=Qwen/Qwen2.5-0.5B"
@@ -38,7 +38,7 @@ def command_of(planned: PlannedRun) -> Launch:
 
 def lines(planned: PlannedRun) -> list[str]:
     work = workload(planned.config, planned.plan, COUNTED)
-    return report.lines(planned, command_of(planned), ["make", "train"], work)
+    return report.plan_lines(planned, command_of(planned), ["make", "train"], work)
 
 
 def line(planned: PlannedRun, label: str) -> str:
@@ -205,7 +205,7 @@ def test_a_plan_that_does_not_fit_says_by_how_much_and_what_would():
     planned = plan_for("1x24GiB", LLAMA_8B, "train.batch_size=32", "train.weight_offloading=false")
     assert not planned.plan.fits
     assert line(planned, "memory").startswith("does NOT fit, by ")
-    costly = Change("TUNING_MODE=qlora", "4-bit weights", 9 * GIB, 0.97)
+    costly = Advised("TUNING_MODE=qlora", "4-bit weights", 9 * GIB, 0.97)
     changed = replace(planned, plan=replace(planned.plan, changes=(costly,)))
     assert "  TUNING_MODE=qlora  (9.00 GiB, 0.97 x the speed; 4-bit weights)" in lines(changed)
     assert facts_of(changed)["changes"] == [asdict(costly)]
@@ -218,7 +218,7 @@ def test_the_command_that_is_shown_is_the_command_that_runs():
     planned = plan_for("2xH200")
     command = command_of(planned)
     make_words = ["make", "train-distributed", "NUM_GPUS=2", "DATA_SYSTEM_PROMPT='be brief'"]
-    shown = report.lines(planned, command, make_words, "nobody counted")
+    shown = report.plan_lines(planned, command, make_words, "nobody counted")
     text = "\n".join(shown)
     assert "length not known: nobody counted" in text
     start, runs = re.search(r"^start (.*)^which runs (.*)", text, re.DOTALL | re.MULTILINE).groups()
@@ -256,7 +256,7 @@ assert not heavy, heavy
 def facts_of(planned: PlannedRun, counted: Counted | None = COUNTED) -> dict[str, Any]:
     """Return what `plan --json` prints."""
     work = counted and workload(planned.config, planned.plan, counted)
-    return json.loads(as_text(report.plan_json(planned.plan, command_of(planned), work)))
+    return json.loads(json_text(report.plan_json(planned.plan, command_of(planned), work)))
 
 
 def test_json_has_plain_numbers_of_speed_and_work():

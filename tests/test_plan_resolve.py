@@ -13,7 +13,7 @@ from test_plan_run_plan import assert_agree
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan import report
-from sft_play.plan.cards import parse
+from sft_play.plan.cards import parse_hardware
 from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.memory import GIB
 
@@ -94,7 +94,7 @@ def test_every_shipped_config_plans_or_says_why_not(config, gpus):
 
 
 def test_a_budget_is_what_is_free_less_a_reserve():
-    h200 = parse("1xH200").gpus[0]
+    h200 = parse_hardware("1xH200").gpus[0]
     assert plan_for("2xH200").plan.budget_bytes == int(h200.free_bytes * 0.92)
     on_cpu = plan_for(CPU, environ={"NUM_GPUS": "4", "DEVICE": "cpu"})
     assert on_cpu.plan.budget_bytes == int(16 * GIB * 0.92)
@@ -121,7 +121,7 @@ def test_what_does_not_fit_names_the_device(hardware, device):
 def test_a_plan_notes_what_others_hold_of_each_gpu():
     gpus = tuple(
         replace(gpu, free_bytes=gpu.total_bytes - (gpu.index + 1) * GIB)
-        for gpu in parse("4xH200").gpus
+        for gpu in parse_hardware("4xH200").gpus
     )
     host = Hardware("cuda", gpus, 8, 64 * GIB)
     every = plan_for(host).plan

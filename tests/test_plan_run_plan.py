@@ -9,10 +9,10 @@ import pytest
 from plan_examples import CPU, asked, plan_for
 
 from sft_play.errors import EnvironmentFault
-from sft_play.plan.batch import choose
+from sft_play.plan.batch import choose_layout
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import evaluation_rows, step_bytes
-from sft_play.plan.probe_fit import Point, ProbeReport, request_of_started_run
+from sft_play.plan.probe_fit import ProbePoint, ProbeReport, request_of_started_run
 from sft_play.plan.run_plan import PlannedRun, read_plan
 from sft_play.runs.folder import RunFolder
 
@@ -34,7 +34,7 @@ def probed_run() -> PlannedRun:
     phases = {}
     for name, phase in memory.phases.items():
         phases[name] = replace(phase, measured_beyond=1 << 20)
-    small = Point(1024, 0, accumulates=True, phases={"forward": 10, "backward": 12})
+    small = ProbePoint(1024, 0, accumulates=True, phases={"forward": 10, "backward": 12})
     report = ProbeReport(
         points=(small, replace(small, tokens=2048)),
         predicted_before=planned.plan.memory.totals(),
@@ -240,9 +240,11 @@ def test_a_probe_that_measures_what_was_planned_keeps_the_larger_micro_batches()
     def peak_bytes(layout):
         return step_bytes(plan.step, layout).predicted_peak
 
-    assert choose(request, peak_bytes, plan.budget_bytes) == plan.layout
+    assert choose_layout(request, peak_bytes, plan.budget_bytes) == plan.layout
     tight = peak_bytes(plan.layout) - 1
-    assert choose(request, peak_bytes, tight).micro_batches == 2, "where it finds less memory"
+    assert choose_layout(request, peak_bytes, tight).micro_batches == 2, (
+        "where it finds less memory"
+    )
 
 
 def test_micro_batches_whose_activations_wait_on_the_host_stay_as_small():

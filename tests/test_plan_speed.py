@@ -19,7 +19,7 @@ from benchmarks.results import Result, Results
 from benchmarks.workloads import WORKLOADS
 from sft_play.models.structure import count_structure
 from sft_play.plan import cards
-from sft_play.plan.cards import CARDS, key_of, parse
+from sft_play.plan.cards import CARDS, key_of, parse_hardware
 from sft_play.plan.config_json import known_models
 from sft_play.plan.model_shape import ModelShape, load_shape, shape_of
 from sft_play.plan.speed import (
@@ -278,7 +278,7 @@ def test_nothing_is_said_of_what_nobody_knows():
 @pytest.mark.parametrize("key", CARDS)
 def test_a_card_is_known_by_its_device_name(key):
     card = CARDS[key]
-    gpu = parse(f"1x{key}").gpus[0]
+    gpu = parse_hardware(f"1x{key}").gpus[0]
     assert key_of(gpu.name) == key
     assert gpu.capability == card.capability
     assert gpu.total_bytes == int(card.gib * 2**30)
@@ -294,5 +294,5 @@ def test_the_docs_name_all_cards():
 
 
 def test_a_size_alone_is_no_card():
-    assert key_of(parse("1x24GiB").gpus[0].name) is None
+    assert key_of(parse_hardware("1x24GiB").gpus[0].name) is None
     assert doctest.testmod(cards).failed == 0

@@ -9,7 +9,7 @@ from plan_examples import plan_for
 
 from sft_play.errors import ConfigError
 from sft_play.plan import memory
-from sft_play.plan.cards import parse
+from sft_play.plan.cards import parse_hardware
 from sft_play.plan.devices import Gpu
 from sft_play.plan.strategy import ZERO_CONFIGS
 
@@ -62,7 +62,7 @@ def test_zero_3_says_where_fsdp_is_expected_to_be_faster(tmp_path):
     assert words.endswith("times as fast; try make train-distributed TRAIN_STRATEGY=fsdp")
     # where FSDP cannot run, where nobody knows how fast a card is, where the host's memory is asked
     assert not said(LLAMA_8B, "tuning.mode=full", "train.optim=adamw_8bit")
-    assert not said(LLAMA_8B, gpus=replace(parse("2xH200"), gpus=unknown_cards()))
+    assert not said(LLAMA_8B, gpus=replace(parse_hardware("2xH200"), gpus=unknown_cards()))
     path = tmp_path / "offloading.json"
     zero = {"stage": 3, "offload_param": {"device": "cpu"}}
     path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": "auto"}))
@@ -70,7 +70,7 @@ def test_zero_3_says_where_fsdp_is_expected_to_be_faster(tmp_path):
 
 
 def unknown_cards() -> tuple[Gpu, ...]:
-    return tuple(replace(gpu, name="some card") for gpu in parse("2xH200").gpus)
+    return tuple(replace(gpu, name="some card") for gpu in parse_hardware("2xH200").gpus)
 
 
 @pytest.mark.parametrize("strategy, resolved", [("auto", "ddp"), ("zero3", "zero3")])
@@ -143,6 +143,6 @@ def test_offloading_asks_for_fsdp_by_itself_and_takes_all_gpus():
 
 
 def test_a_host_without_room_for_offloaded_weights_is_warned_of():
-    small = replace(parse("2xH200"), ram_available_bytes=8 * memory.GIB)
+    small = replace(parse_hardware("2xH200"), ram_available_bytes=8 * memory.GIB)
     plan = plan_for(small, LLAMA_8B, "tuning.mode=full", "train.fsdp_offload=true").plan
     assert any("of host memory for each process" in warning for warning in plan.warnings)

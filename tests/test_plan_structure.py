@@ -24,7 +24,7 @@ from sft_play.plan import counting
 from sft_play.plan.config_json import KNOWN
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.model_shape import LLAMA_LIKE, load_shape, shape_of
-from sft_play.plan.recipe import describe_weights
+from sft_play.plan.recipe import model_summary
 from sft_play.plan.speed import step_flops
 from sft_play.plan.step import Adapters
 from sft_play.plan.structure import (
@@ -222,7 +222,7 @@ def test_a_model_that_cannot_be_counted_is_a_guess(tmp_path, counted_here):
     unknown = config_of(tmp_path / "one", broken, tmp_path)
     shape = load_counted_shape(unknown, {})
     assert "no-such-act" in shape.guess
-    assert "a guess" in describe_weights(shape)
+    assert "a guess" in model_summary(shape)
     load_counted_shape(unknown, {})
     assert len(counted_here) == 1, "what transformers refuses it refuses again"
     nameless = load_counted_shape(config_of(tmp_path / "two", sizes, tmp_path), {})

@@ -18,21 +18,21 @@ from typer.testing import CliRunner
 
 from sft_play import cli
 from sft_play.config import invocation
-from sft_play.config.loader import PROJECT_ROOT, load
+from sft_play.config.loader import PROJECT_ROOT, load_merged
 from sft_play.config.schema import Config
 from sft_play.data.batch import LossTokens
 from sft_play.errors import ConfigError
 from sft_play.models import trace
 from sft_play.models.fast.loss.head import fused_nll
 from sft_play.models.load import load_model
-from sft_play.models.parameters import adapter_parameters, base_tensors
+from sft_play.models.parameters import adapter_parameters, iter_base_tensors
 from sft_play.models.step_meter import MemoryTracker, StepMeter, StepSetup
 from sft_play.models.trace import tracing
 from sft_play.plan import counting, memory
-from sft_play.plan.cards import parse
+from sft_play.plan.cards import parse_hardware
 from sft_play.plan.config_json import known_model
 from sft_play.plan.report import closed_form
-from sft_play.plan.resolve import resolve
+from sft_play.plan.resolve import resolve_plan
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.traced import TracedSize
 from sft_play.process import Process
@@ -129,7 +129,7 @@ def saved_bytes(model: torch.nn.Module) -> int:
     """Bytes that a forward pass saves for backward, less those of parameters, buffers and constants."""
     held = {
         tensor.untyped_storage()._cdata
-        for tensor in (*base_tensors(model), *adapter_parameters(model), *model.buffers())
+        for tensor in (*iter_base_tensors(model), *adapter_parameters(model), *model.buffers())
     }
     saved: list[Tensor] = []
 
@@ -162,8 +162,10 @@ def test_autograd_saves_as_much_with_data_as_without_and_the_trace_sees_it_live(
 
 
 def planned(*settings: str, hardware: str = "1xH200", exact: bool = False) -> PlannedRun:
-    asked = invocation.read({"EXACT": "1"} if exact else {})
-    return resolve(load(NO_CONFIG, {}, settings), asked, parse(hardware), {}, True, False)
+    asked = invocation.read_invocation({"EXACT": "1"} if exact else {})
+    return resolve_plan(
+        load_merged(NO_CONFIG, {}, settings), asked, parse_hardware(hardware), {}, True, False
+    )
 
 
 def setup_of(run: PlannedRun) -> StepSetup:
@@ -191,7 +193,10 @@ def test_the_closed_form_has_the_weights_and_adapters_of_the_real_architecture(n
     )  # no copies by autocast
     step = setup_of(run)
     model = build_on_meta(step.config, step.compute_dtype)
-    weights, adapters = storage_bytes(base_tensors(model)), storage_bytes(adapter_parameters(model))
+    weights, adapters = (
+        storage_bytes(iter_base_tensors(model)),
+        storage_bytes(adapter_parameters(model)),
+    )
     assert run.plan.memory.phases["load"].weights == pytest.approx(weights, rel=1e-3)
     assert run.plan.memory.phases["load"].adapters == adapters
 

@@ -14,17 +14,17 @@ from tiny_models import tiny_config, tiny_model
 from traced_steps import real_point, traced_point
 
 from sft_play.config import invocation
-from sft_play.config.loader import load
+from sft_play.config.loader import load_merged
 from sft_play.config.schema import Config
 from sft_play.models import structure, trace
 from sft_play.models.step_meter import StepSetup
 from sft_play.plan import counting, report
-from sft_play.plan.cards import parse
+from sft_play.plan.cards import parse_hardware
 from sft_play.plan.config_json import KNOWN, known_model
-from sft_play.plan.resolve import resolve
+from sft_play.plan.resolve import resolve_plan
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.structure import structure_from_json
-from sft_play.plan.traced import SIZES, Growth, LayersGrowth, TracedSize, TracedStep
+from sft_play.plan.traced import SIZES, ActivationGrowth, LayersGrowth, TracedSize, TracedStep
 from sft_play.plan.workload import describe_speed
 from tools.known_models import known_trace
 
@@ -32,8 +32,8 @@ LAYERS = EXAMPLE.step.model.layers
 ON = ("attention", "mlp", "norms", "loss")
 
 
-def by_token(size: int) -> Growth:
-    return Growth(0.0, size, 0.0)
+def by_token(size: int) -> ActivationGrowth:
+    return ActivationGrowth(0.0, size, 0.0)
 
 
 def traced_step(kept: int = 1000) -> TracedStep:
@@ -49,15 +49,19 @@ def traced_step(kept: int = 1000) -> TracedStep:
 
 
 def test_growth_is_by_rows_tokens_and_pairs():
-    growth = Growth(fixed=5.0e6, by_token=300.0, by_pair=2.0)
-    found = Growth.through({size: round(growth.at(*size)) for size in SIZES}, has_pairs=True)
+    growth = ActivationGrowth(fixed=5.0e6, by_token=300.0, by_pair=2.0)
+    found = ActivationGrowth.through(
+        {size: round(growth.at(*size)) for size in SIZES}, has_pairs=True
+    )
     assert found.fixed == pytest.approx(5.0e6)
     assert found.by_token == pytest.approx(300.0)
     assert found.by_pair == pytest.approx(2.0)
     assert growth.at(3, 10) == 5.0e6 + 3 * (300 * 10 + 2 * 100)
     # a peak of weights, and then of tokens
     sizes = dict(zip(SIZES, (900, 1000, 5096), strict=True))
-    assert Growth.through(sizes, has_pairs=False) == Growth(900 - 2048.0, 1.0, 0.0)
+    assert ActivationGrowth.through(sizes, has_pairs=False) == ActivationGrowth(
+        900 - 2048.0, 1.0, 0.0
+    )
 
 
 def test_a_traced_step_by_hand():
@@ -219,8 +223,10 @@ def test_a_model_like_llama_has_the_closed_form(answers, tmp_path):
 
 
 def plan_of_known(name: str, *settings: str) -> PlannedRun:
-    loaded = load(EMPTY, {}, (f"model.name={name}", "model.max_seq_len=64", *settings))
-    return resolve(loaded, invocation.read({}), parse("1xH200"), {}, True, False)
+    loaded = load_merged(EMPTY, {}, (f"model.name={name}", "model.max_seq_len=64", *settings))
+    return resolve_plan(
+        loaded, invocation.read_invocation({}), parse_hardware("1xH200"), {}, True, False
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from sft_play import progress
-from sft_play.progress import Output, Pace, Stage, drawing, watched
+from sft_play.progress import Output, Pace, Stage, drawing, watched_stage
 
 
 class Clock:
@@ -42,13 +42,13 @@ def test_a_stage_without_a_count_says_what_it_measures():
 def test_lines_come_while_one_call_takes_long_and_only_from_the_main_rank(monkeypatch, caplog):
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.01)
     caplog.set_level(logging.INFO, progress.logger.name)
-    with watched(Stage("loading")):
+    with watched_stage(Stage("loading")):
         deadline = time.monotonic() + 5.0
         while not caplog.messages and time.monotonic() < deadline:
             time.sleep(0.005)
     assert caplog.messages[0] == "loading: 0 s so far"
     caplog.clear()
-    with watched(Stage("loading"), is_shown=False):
+    with watched_stage(Stage("loading"), is_shown=False):
         time.sleep(0.03)
     assert caplog.messages == []
 
@@ -56,8 +56,8 @@ def test_lines_come_while_one_call_takes_long_and_only_from_the_main_rank(monkey
 def test_a_stage_inside_another_speaks_in_its_place(monkeypatch, caplog):
     monkeypatch.setattr(progress, "EVERY_SECONDS", 0.01)
     caplog.set_level(logging.INFO, progress.logger.name)
-    with watched(Stage("loading")):
-        with watched(Stage("checking kernels")):
+    with watched_stage(Stage("loading")):
+        with watched_stage(Stage("checking kernels")):
             caplog.clear()
             time.sleep(0.05)
             inner = set(caplog.messages)

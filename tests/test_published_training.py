@@ -190,7 +190,7 @@ def test_an_adapter_with_the_text_models_names_is_dead_and_refused(train_run, to
     }
     save_file(renamed, path, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"PEFT does not load .* adapter tensors"):
-        plain.load(plain.Folder(adapter, "float32", {"": "cpu"}))
+        plain.load_folder(plain.Folder(adapter, "float32", {"": "cpu"}))
 
 
 def test_the_page_names_every_type():

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi
 from tiny_hub import REPO, TinyHub, tiny_hub
 
 from sft_play.commands import push as pushing
-from sft_play.commands.push import Change
+from sft_play.commands.push import RepositoryChange
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.runs import seal
 
@@ -27,14 +27,14 @@ def hub() -> Iterator[tuple[type[TinyHub], HfApi]]:
 
 def pushed(
     api: HfApi, tmp_path: Path, files: dict[str, str], signature: bytes | None = None
-) -> Change:
+) -> RepositoryChange:
     """Push an export of these files."""
     folder = tmp_path / f"export-{len(list(tmp_path.iterdir()))}"
     folder.mkdir()
     for name, text in files.items():
         (folder / name).write_text(text)
     seal.seal(folder, "export of a test")
-    change = Change.of(api, REPO, folder, signature)
+    change = RepositoryChange.of(api, REPO, folder, signature)
     change.commit(api, REPO)
     return change
 

@@ -278,10 +278,10 @@ def problem_with_variables(command: Command) -> str:
     given = command.variables
     call = {targets.GIVEN: " ".join(given), targets.GOALS: " ".join(command.goals)}
     try:
-        targets.refuse_unread(call)
-        called = invocation.read(given)
+        targets.refuse_unread_variables(call)
+        called = invocation.read_invocation(given)
         if targets.READS.get(command.goals[0], targets.NOTHING) & targets.SETTINGS:
-            loader.load(called.config, given)
+            loader.load_merged(called.config, given)
     except ConfigError as error:
         return str(error)
     return ""

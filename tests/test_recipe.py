@@ -11,7 +11,7 @@ from conftest import NO_CONFIG
 from record_files import write_rows
 
 from sft_play.commands.train import run_stem
-from sft_play.config.loader import BASE, DEFAULT, load
+from sft_play.config.loader import BASE, DEFAULT, load_merged
 from sft_play.data import row_facts
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.row_facts import look_at_rows
@@ -42,7 +42,7 @@ def facts(rows: int = 1000, lengths: tuple[int, ...] = (100, 100)) -> RecipeFact
     ],
 )
 def test_without_config_the_config_of_the_shipped_model_is_for_it_alone(environ, overrides, source):
-    loaded = load(None, environ, overrides)
+    loaded = load_merged(None, environ, overrides)
     assert loaded.source == source
     assert (loaded.config.train.learning_rate == 5e-3) == (source == DEFAULT)
 
@@ -50,21 +50,21 @@ def test_without_config_the_config_of_the_shipped_model_is_for_it_alone(environ,
 def test_the_config_of_the_shipped_model_counts_for_another_where_it_is_named_with_a_warning(
     tmp_path,
 ):
-    loaded = load("tiny", {"MODEL_NAME": "Qwen/Qwen2.5-1.5B-Instruct"})
+    loaded = load_merged("tiny", {"MODEL_NAME": "Qwen/Qwen2.5-1.5B-Instruct"})
     assert loaded.config.train.learning_rate == 5e-3
     (warning,) = recipe.foreign_recipe(loaded)
     assert "train.learning_rate=0.005 (" in warning
     assert "model.name=Qwen/Qwen2.5-1.5B-Instruct (environment MODEL_NAME)" in warning
     own = {"MODEL_NAME": "other", "TRAIN_LEARNING_RATE": "1e-4", "TRAIN_EPOCHS": "1"}
     own["MODEL_MAX_SEQ_LEN"] = "512"
-    assert recipe.foreign_recipe(load("tiny", own)) == []
-    assert recipe.foreign_recipe(load("tiny")) == recipe.foreign_recipe(load()) == []
+    assert recipe.foreign_recipe(load_merged("tiny", own)) == []
+    assert recipe.foreign_recipe(load_merged("tiny")) == recipe.foreign_recipe(load_merged()) == []
 
 
 def test_a_run_without_config_has_the_name_of_its_model():
-    assert run_stem(load(None, {"MODEL_NAME": "Qwen/Qwen2.5-1.5B"})) == "Qwen2.5-1.5B"
-    assert run_stem(load(None, {"MODEL_NAME": "/models/my model"})) == "my-model"
-    assert run_stem(load()) == "tiny"
+    assert run_stem(load_merged(None, {"MODEL_NAME": "Qwen/Qwen2.5-1.5B"})) == "Qwen2.5-1.5B"
+    assert run_stem(load_merged(None, {"MODEL_NAME": "/models/my model"})) == "my-model"
+    assert run_stem(load_merged()) == "tiny"
 
 
 # The choices
@@ -114,24 +114,28 @@ def test_the_longest_row_holds_almost_all_within_the_model(lengths, positions, t
 
 def test_generated_answers_have_room():
     words = ["train.generation_max_new_tokens=1500"]
-    assert recipe.settle(load(EMPTY, {}, words), facts()).config.model.max_seq_len == 3072
+    assert (
+        recipe.settle_autos(load_merged(EMPTY, {}, words), facts()).config.model.max_seq_len == 3072
+    )
     with pytest.raises(ConfigError, match=r"model.max_seq_len=4096 \(auto: the model takes 4,096"):
-        recipe.settle(load(EMPTY, {}, ["train.generation_max_new_tokens=9000"]), facts())
+        recipe.settle_autos(
+            load_merged(EMPTY, {}, ["train.generation_max_new_tokens=9000"]), facts()
+        )
 
 
 def test_what_nobody_could_look_at_is_assumed_and_says_so():
-    settled = recipe.settle(load(EMPTY), RecipeFacts(rows="no.jsonl is not here"))
+    settled = recipe.settle_autos(load_merged(EMPTY), RecipeFacts(rows="no.jsonl is not here"))
     assert settled.described("model.max_seq_len") == (
         "model.max_seq_len=2048 (auto: assumed, as no.jsonl is not here)"
     )
     assert settled.described("train.epochs").startswith("train.epochs=1.0 (auto: assumed")
-    short = recipe.settle(load(EMPTY), RecipeFacts(positions=1024))
+    short = recipe.settle_autos(load_merged(EMPTY), RecipeFacts(positions=1024))
     assert short.config.model.max_seq_len == 1024
 
 
 def test_settled_numbers_have_their_reason_as_origin_and_given_ones_stay():
-    loaded = load(EMPTY, {"TRAIN_EPOCHS": "2", "TUNING_MODE": "full"})
-    settled = recipe.settle(loaded, facts())
+    loaded = load_merged(EMPTY, {"TRAIN_EPOCHS": "2", "TUNING_MODE": "full"})
+    settled = recipe.settle_autos(loaded, facts())
     assert recipe.sentences(settled) == (
         "train.learning_rate=1e-05 (auto: full training of 8.00 billion weights)",
         "train.epochs=2.0 (environment TRAIN_EPOCHS)",
@@ -139,7 +143,7 @@ def test_settled_numbers_have_their_reason_as_origin_and_given_ones_stay():
     )
     assert recipe.is_settled(settled.config) and not recipe.is_settled(loaded.config)
     assert not settled.is_set("train.learning_rate")
-    assert recipe.settle(settled, RecipeFacts()) is settled
+    assert recipe.settle_autos(settled, RecipeFacts()) is settled
 
 
 def test_rows_that_the_model_does_not_take_choose_no_length():
@@ -151,7 +155,7 @@ def test_rows_that_the_model_does_not_take_choose_no_length():
     assert kept.value == 512 and "DATA_TOO_LONG" not in kept.reason
     assert recipe.choose_max_seq_len(facts, 8192).value == 8192, "split"
     texts = RecipeFacts(8_000_000_000, 8192, replace(facts, are_texts=True))
-    assert recipe.settle(load(EMPTY), texts).config.model.max_seq_len == 8192
+    assert recipe.settle_autos(load_merged(EMPTY), texts).config.model.max_seq_len == 8192
 
 
 @pytest.mark.parametrize(
@@ -193,7 +197,7 @@ def test_the_look_counts_the_tokens_that_the_run_counts(tmp_path, tokenizer):
     val = written(tmp_path / "val.jsonl", answers(range(60, 70)))
     environ = {"DATA_TRAIN_PATH": train, "DATA_VAL_PATH": val, "MODEL_NAME": TINY}
     environ |= {"DATA_CACHE_DIR": str(tmp_path), "CONFIG": "base"}
-    loaded = load("base", environ, ["model.max_seq_len=2048"])
+    loaded = load_merged("base", environ, ["model.max_seq_len=2048"])
     found = look_at_rows(loaded.config, {}, may_fetch=False)
     data = build_run_data(loaded.config, tokenizer)
     assert found.rows == 59
@@ -207,7 +211,7 @@ def test_an_edited_template_or_model_file_is_looked_at_again(tmp_path):
     template = model / "chat_template.jinja"
     text = template.read_text()
     for path, chosen in ((own, {"MODEL_CHAT_TEMPLATE": str(own)}), (template, {})):
-        config, lengths = load("base", environ | chosen).config, []
+        config, lengths = load_merged("base", environ | chosen).config, []
         for first in ("a", "a " * 50):
             path.write_text(f"{{{{ '{first}' }}}}{text}")
             lengths.append(look_at_rows(config, {}, may_fetch=False).lengths[0])
@@ -216,7 +220,7 @@ def test_an_edited_template_or_model_file_is_looked_at_again(tmp_path):
 
 def test_a_data_set_of_the_hub_is_named_by_its_commit(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    config = load("base", {"DATA_TRAIN_PATH": "owner/rows"}).config
+    config = load_merged("base", {"DATA_TRAIN_PATH": "owner/rows"}).config
     paths = set()
     for commit in ("a" * 40, "b" * 40):  # where the datasets library writes its rows
         (tmp_path / "datasets" / "owner___rows" / "default" / "0.0.0" / commit).mkdir(parents=True)
@@ -226,7 +230,7 @@ def test_a_data_set_of_the_hub_is_named_by_its_commit(tmp_path, monkeypatch):
 
 def test_of_many_rows_some_are_looked_at_and_the_same_ones_each_time(tmp_path):
     train = written(tmp_path / "train.jsonl", answers(range(1, 6)) * 2000)
-    config = load("base", {"DATA_TRAIN_PATH": train}).config
+    config = load_merged("base", {"DATA_TRAIN_PATH": train}).config
     found = look_at_rows(config, {}, may_fetch=False)
     assert (found.rows, len(found.lengths)) == (9_500, 2000)
     assert found == look_at_rows(config, {}, may_fetch=False)
@@ -238,14 +242,15 @@ def test_rows_of_parquet_are_drawn_as_those_of_lines(tmp_path, monkeypatch):
     pq.write_table(pa.Table.from_pylist(records), tmp_path / "train.parquet")
     paths = (str(tmp_path / "train.parquet"), written(tmp_path / "train.jsonl", records))
     looks = [
-        look_at_rows(load("base", {"DATA_TRAIN_PATH": path}).config, {}, False) for path in paths
+        look_at_rows(load_merged("base", {"DATA_TRAIN_PATH": path}).config, {}, False)
+        for path in paths
     ]
     assert looks[0] == looks[1] and len(looks[0].lengths) == 3
 
 
 def test_a_model_without_a_tokenizer_here_is_looked_at_by_characters(tmp_path):
     train = written(tmp_path / "train.jsonl", [{"question": "a" * 300, "answer": "b" * 100}])
-    config = load(EMPTY, {"DATA_TRAIN_PATH": train, "MODEL_NAME": "some/model"}).config
+    config = load_merged(EMPTY, {"DATA_TRAIN_PATH": train, "MODEL_NAME": "some/model"}).config
     found = look_at_rows(config, {"HF_HOME": str(tmp_path)}, may_fetch=False)
     assert found.lengths == (100,)
     assert "the tokenizer of some/model is not on this machine" in found.uncounted_because
@@ -253,7 +258,7 @@ def test_a_model_without_a_tokenizer_here_is_looked_at_by_characters(tmp_path):
 
 def test_rows_that_cannot_be_read_are_a_reason(tmp_path):
     def look(path: str) -> RowFacts | str:
-        config = load(EMPTY, {"DATA_TRAIN_PATH": path}).config
+        config = load_merged(EMPTY, {"DATA_TRAIN_PATH": path}).config
         return look_at_rows(config, {}, may_fetch=False)
 
     assert look("some/dataset") == (

@@ -9,10 +9,10 @@ from run_files import run_json
 
 from sft_play.plan.memory import GIB
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.reporting.accuracy import Accuracy, Spread, lines, of_runs
+from sft_play.reporting.accuracy import Accuracy, Spread, accuracy_lines, of_runs
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.report import PeakBytes, PhasePeaks, RunReport
+from sft_play.runs.report import PhasePeaks, ReportedPeaks, RunReport
 
 H200 = "NVIDIA H200"
 ON_CPU = plan_for(CPU)
@@ -50,7 +50,7 @@ def add(tmp_path):
         report = RunReport(
             status=status,
             tokens_per_second=tokens_per_second,
-            peak_bytes=PeakBytes(predicted=10 * GIB, measured=measured_peak),
+            peak_bytes=ReportedPeaks(predicted=10 * GIB, measured=measured_peak),
             memory=PhasePeaks(predicted=dict.fromkeys(phases, GIB), measured=measured),
         )
         folder.write_report(report)
@@ -76,7 +76,7 @@ def test_runs_on_the_same_gpu_are_counted_with_median_and_worst(add):
 def test_a_person_reads_them_in_two_lines(add):
     add("one", 0.969, speed=0.95, backward=1.01, load=1.0)
     output = add("two", 1.024, speed=1.1, backward=1.03)
-    assert lines(of_runs(output, "cuda", H200)) == [
+    assert accuracy_lines(of_runs(output, "cuda", H200)) == [
         "on this machine: 2 runs on NVIDIA H200, peak within -3.1 .. +2.4 % of the prediction, "
         "tokens/s within -5.0 .. +10.0 %",
         "  median by phase: load +0.0 %, backward +2.0 %",
@@ -86,7 +86,7 @@ def test_a_person_reads_them_in_two_lines(add):
 def test_where_no_run_has_finished_there_is_no_line(tmp_path):
     nothing = of_runs(tmp_path / "nothing", "cuda", H200)
     assert nothing == Accuracy(H200, 0, None, {}, None)
-    assert lines(nothing) == []
+    assert accuracy_lines(nothing) == []
 
 
 def test_a_run_that_never_began_and_one_of_another_version_do_not_count(add):

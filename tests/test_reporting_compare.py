@@ -11,7 +11,7 @@ from sft_play.commands.call import Call
 from sft_play.commands.runs import compare as compare_command
 from sft_play.config.invocation import Invocation
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.reporting.compare import compare
+from sft_play.reporting.compare import compare_runs
 from sft_play.runs.files import write_text
 from sft_play.runs.report import RunReport
 
@@ -75,7 +75,7 @@ def test_every_metric_of_the_runs_is_compared(tmp_path):
             scores["words"] = [1.0] * ROWS
             after["words"] = 1.0
         folders.append(run_folder(tmp_path / name, report, after=scored_lines(scores)))
-    comparison = compare(folders)
+    comparison = compare_runs(folders)
     found = {line.score.name: line.score for line in comparison.differences}
     assert list(found) == ["loss", "ROUGE-L", "exact_match", "bleu"]
     assert found["exact_match"].outcome == "better" and found["exact_match"].difference.low > 0.5
@@ -92,7 +92,7 @@ def test_a_score_of_all_answers_is_not_compared_where_the_rows_differ(tmp_path):
     one = run_folder(tmp_path / "one", report, after=scored_lines(scores))
     fewer = {name: values[:15] for name, values in scores.items()}
     other = run_folder(tmp_path / "other", report, after=scored_lines(fewer))
-    notes = compare([one, other]).notes
+    notes = compare_runs([one, other]).notes
     assert notes[-1] == "other against one: bleu is of all rows, and the held-out rows differ"
 
 
@@ -101,12 +101,12 @@ def test_runs_with_other_test_rows_are_said_to_have_them(tmp_path):
     one = run_folder(tmp_path / "one", after=LOW)
     other = run_folder(tmp_path / "other", after=shared)
     write_text(other.evaluation / "after.losses.jsonl", loss_lines([5.0] * ROWS, tokens=9))
-    comparison = compare([one, other])
+    comparison = compare_runs([one, other])
     assert [line.rows for line in comparison.differences] == [15]
     assert "20 samples with 180 tokens with loss and 20 samples with 200" in comparison.notes[0]
     assert "15 rows of both (20 and 20" in comparison.notes[1]
     none = answer_lines([0.5] * ROWS, origin="else.jsonl:1")
-    comparison = compare([one, run_folder(tmp_path / "third", after=none)])
+    comparison = compare_runs([one, run_folder(tmp_path / "third", after=none)])
     assert "0 scored held-out rows are the same" in comparison.notes[0]
 
 
@@ -114,7 +114,7 @@ def test_a_run_of_a_version_without_a_setting_differs_only_from_another_value(tw
     config = two[0].path / "config.yaml"
     lines = config.read_text().splitlines(keepends=True)
     config.write_text("".join(line for line in lines if "weight_decay" not in line))
-    found = [setting.name for setting in compare(two).settings]
+    found = [setting.name for setting in compare_runs(two).settings]
     assert found == ["train.learning_rate"]
 
 

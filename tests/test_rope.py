@@ -77,7 +77,7 @@ def test_a_rope_for_each_kind_of_layer_is_refused():
 @pytest.mark.parametrize("rope_type", ["linear", "dynamic", "yarn", "llama3"])
 def test_the_frequencies_are_those_of_transformers(rope_type, tiny_base):
     section = ModelSection(name=str(tiny_base), rope_scaling=rope(rope_type))
-    config = loader.load(overrides=[f"model.name={tiny_base}"]).config
+    config = loader.load_merged(overrides=[f"model.name={tiny_base}"]).config
     model = load_base(
         config.model_copy(update={"model": section}), Process.alone(torch.device("cpu"))
     )
@@ -124,7 +124,7 @@ def test_a_base_without_a_rope_is_refused():
 )
 def test_settings_that_say_half_or_too_much_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
-        loader.load(overrides=settings)
+        loader.load_merged(overrides=settings)
 
 
 def test_a_longer_row_is_warned_of_with_the_number_of_the_base(plan_run, tmp_path):
@@ -163,16 +163,16 @@ def test_a_stretched_run_is_used_as_it_was_trained(train_run, opens_here):
     config = folder.read_config()
     other = config.model.model_copy(update={"rope_scaling": rope("yarn", 2.0)})
     for changed in (other, config.model.model_copy(update={"rope_scaling": RopeScalingSection()})):
-        wanted = stamp.wanted(config.model_copy(update={"model": changed}))
+        wanted = stamp.wanted_stamp(config.model_copy(update={"model": changed}))
         with pytest.raises(CheckpointError, match="rope_scaling: the checkpoint has"):
             stamp.refuse_mismatch(adapter, wanted)
 
 
 def test_another_rope_is_another_run(tmp_path):
-    config = loader.load().config
+    config = loader.load_merged().config
     stretched = config.model.model_copy(update={"rope_scaling": rope("yarn")})
-    now = stamp.wanted(config.model_copy(update={"model": stretched}))
-    (line,) = stamp.differences(stamp.wanted(config), now)
+    now = stamp.wanted_stamp(config.model_copy(update={"model": stretched}))
+    (line,) = stamp.differences(stamp.wanted_stamp(config), now)
     assert line.startswith("rope_scaling: the checkpoint has {}, this run ")
 
 

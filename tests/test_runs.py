@@ -46,7 +46,7 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path, mo
 
     monkeypatch.setattr(os, "listdir", unreadable)
     monkeypatch.setattr(os, "scandir", unreadable)
-    for listing in (entries, checkpoints.listing, folders.listing):
+    for listing in (entries, checkpoints.list_checkpoints, folders.list_runs):
         with pytest.raises(OSError, match="Input/output error"):
             listing(tmp_path)
 
@@ -129,7 +129,7 @@ def test_find_takes_a_name_a_path_or_the_latest(tmp_path):
     old, new = filled(tmp_path, "old"), filled(tmp_path, "new")
     os.utime(old.path / "plan.json", (1, 1))
     (tmp_path / "no_run").mkdir()
-    assert folders.listing(tmp_path) == [old, new]
+    assert folders.list_runs(tmp_path) == [old, new]
     assert folders.find(tmp_path, None) == new
     assert folders.find(tmp_path, "old") == old
     assert folders.find(tmp_path / "elsewhere", str(old.path)) == old
@@ -180,7 +180,7 @@ def facts(settings: Config | None = None) -> stamp.Stamp:
     """Return a whole stamp of a run of these settings."""
     settings = settings or Config()
     binding = replace(
-        stamp.wanted(settings), precision="a", tokenizer_digest="a", template_digest="a"
+        stamp.wanted_stamp(settings), precision="a", tokenizer_digest="a", template_digest="a"
     )
     return stamp.Stamp(
         **vars(binding),
@@ -210,10 +210,10 @@ def test_weights_in_use_over_another_base_are_refused_without_a_word_of_resuming
     tmp_path,
 ):
     folder = stamped(tmp_path / "c")
-    now = stamp.wanted(Config())
-    assert stamp.refuse_other_base(folder, now).backend == "bnb"
+    now = stamp.wanted_stamp(Config())
+    assert stamp.stamp_of_base(folder, now).backend == "bnb"
     with pytest.raises(CheckpointError) as error:
-        stamp.refuse_other_base(folder, replace(now, base_digest="other"))
+        stamp.stamp_of_base(folder, replace(now, base_digest="other"))
     assert "base_digest: trained with " in str(error.value), error.value
     assert "Put back the files of" in str(error.value) and "resume" not in str(error.value).lower()
 
@@ -223,7 +223,7 @@ def test_a_checkpoint_of_another_backend_is_refused_both_ways(old, new, tmp_path
     folder = stamped(tmp_path / "c", config(tuning={"backend": old, "mode": "qlora"}))
     with pytest.raises(CheckpointError) as error:
         stamp.refuse_mismatch(
-            folder, stamp.wanted(config(tuning={"backend": new, "mode": "qlora"}))
+            folder, stamp.wanted_stamp(config(tuning={"backend": new, "mode": "qlora"}))
         )
     facts = f"{folder} backend: {old} {new} TUNING_BACKEND={old} TRAIN_ALLOW_BACKEND_CHANGE=true"
     assert all(fact in str(error.value) for fact in facts.split())
@@ -232,13 +232,13 @@ def test_a_checkpoint_of_another_backend_is_refused_both_ways(old, new, tmp_path
 
 def test_allow_backend_change_allows_the_backend_and_nothing_else(tmp_path):
     folder = stamped(tmp_path / "c")
-    other = stamp.wanted(config(tuning={"backend": "unsloth"}))
+    other = stamp.wanted_stamp(config(tuning={"backend": "unsloth"}))
     assert stamp.refuse_mismatch(folder, other, allow_backend_change=True).backend == "bnb"
     for change, said in (
         ({"backend": "unsloth", "mode": "qlora"}, "mode: the checkpoint has lora, this run qlora"),
         ({"lora": {"r": 8}}, "adapter: "),
     ):
-        wanted = stamp.wanted(config(tuning=change))
+        wanted = stamp.wanted_stamp(config(tuning=change))
         with pytest.raises(CheckpointError, match=said):
             stamp.refuse_mismatch(folder, wanted, allow_backend_change=True)
 
@@ -268,7 +268,7 @@ def test_allow_backend_change_allows_the_backend_and_nothing_else(tmp_path):
     ],
 )
 def test_what_would_train_something_else_is_a_difference(section, values, name):
-    differing = stamp.differences(facts(), stamp.wanted(config(**{section: values})))
+    differing = stamp.differences(facts(), stamp.wanted_stamp(config(**{section: values})))
     assert any(line.startswith(f"{name}: the checkpoint has ") for line in differing)
 
 
@@ -278,12 +278,12 @@ def test_a_stamp_that_lacks_a_fact_or_has_an_empty_one_is_refused(name, tmp_path
     del whole[name]
     write_json(tmp_path / stamp.NAME, whole)
     with pytest.raises(CheckpointError, match=f"has no {name}, so it is not known"):
-        stamp.read(tmp_path)
+        stamp.read_stamp(tmp_path)
     if name not in stamp.MAY_BE_EMPTY:
         for empty in (None, "", {}, []):
             write_json(tmp_path / stamp.NAME, {**whole, name: empty})
             with pytest.raises(CheckpointError, match=f"has no {name}, so"):
-                stamp.read(tmp_path)
+                stamp.read_stamp(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +292,9 @@ def test_a_stamp_that_lacks_a_fact_or_has_an_empty_one_is_refused(name, tmp_path
 def test_another_quantization_is_a_difference_under_qlora_alone(section):
     assert stamp.differences(
         facts(config(tuning={"mode": "qlora"})),
-        stamp.wanted(config(tuning={"mode": "qlora", **section})),
+        stamp.wanted_stamp(config(tuning={"mode": "qlora", **section})),
     )
-    assert not stamp.differences(facts(), stamp.wanted(config(tuning=section)))
+    assert not stamp.differences(facts(), stamp.wanted_stamp(config(tuning=section)))
 
 
 def test_what_a_resume_may_change_is_no_difference():
@@ -302,15 +302,15 @@ def test_what_a_resume_may_change_is_no_difference():
         train={"learning_rate": 1.0, "batch_size": 3, "seed": 7, "data_seed": 8},
         tuning={"lora": {"alpha": 32.0}},
     )
-    assert stamp.differences(facts(), stamp.wanted(changed)) == []
+    assert stamp.differences(facts(), stamp.wanted_stamp(changed)) == []
 
 
 def test_a_stamp_survives_its_file(tmp_path):
     whole = facts(config(tuning={"lora": {"target_modules": ["q_proj", "v_proj"]}}))
     for each in (whole, replace(whole, merged=True)):
         stamp.write(tmp_path, each)
-        assert stamp.read(tmp_path) == each
-    assert stamp.differences(stamp.read(tmp_path), whole) == []
+        assert stamp.read_stamp(tmp_path) == each
+    assert stamp.differences(stamp.read_stamp(tmp_path), whole) == []
 
 
 @pytest.mark.parametrize("text", [None, "{", "\xff", "[1]"])
@@ -318,7 +318,7 @@ def test_a_missing_or_broken_stamp_is_refused(text, tmp_path):
     if text is not None:
         (tmp_path / "stamp.json").write_text(text, encoding="latin-1")
     with pytest.raises(CheckpointError, match=r"choose another|has no backend"):
-        stamp.read(tmp_path)
+        stamp.read_stamp(tmp_path)
 
 
 def model_folder(path: Path, weights: bytes) -> Path:
@@ -338,9 +338,9 @@ def test_base_weights_that_changed_in_one_place_are_refused(tmp_path):
         changed[position] ^= 1
         (base / "model.safetensors").write_bytes(changed)
         with pytest.raises(CheckpointError, match="base_digest: the checkpoint has"):
-            stamp.refuse_mismatch(checkpoint, stamp.wanted(settings))
+            stamp.refuse_mismatch(checkpoint, stamp.wanted_stamp(settings))
     (base / "model.safetensors").write_bytes(weights)
-    stamp.refuse_mismatch(checkpoint, stamp.wanted(settings))
+    stamp.refuse_mismatch(checkpoint, stamp.wanted_stamp(settings))
 
 
 def test_a_large_file_is_sampled_at_both_ends_and_between(tmp_path):
@@ -374,7 +374,7 @@ def test_a_base_that_was_moved_is_the_same_base(tmp_path):
     base = model_folder(tmp_path / "base", b"abc")
     before = facts(config(model={"name": str(base)}))
     base.rename(tmp_path / "moved")
-    after = stamp.wanted(config(model={"name": str(tmp_path / "moved")}))
+    after = stamp.wanted_stamp(config(model={"name": str(tmp_path / "moved")}))
     assert stamp.differences(before, after) == []
 
 

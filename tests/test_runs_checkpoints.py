@@ -48,8 +48,8 @@ def test_the_newest_whole_checkpoint_is_chosen(two, tmp_path):
     (tmp_path / "checkpoints" / "checkpoint-x").mkdir()
     said: list[str] = []
     for path in (tmp_path, tmp_path / "checkpoints", two[1]):
-        assert checkpoints.choose(path, said.append) == two[1]
-    assert checkpoints.choose(two[0], said.append) == two[0]
+        assert checkpoints.choose_checkpoint(path, said.append) == two[1]
+    assert checkpoints.choose_checkpoint(two[0], said.append) == two[0]
     assert not said and names_in(two[1].parent) == [
         "checkpoint-20",
         "checkpoint-40",
@@ -75,7 +75,7 @@ def test_every_flipped_bit_is_found_and_named_and_the_older_checkpoint_is_taken(
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
         said: list[str] = []
-        assert checkpoints.choose(tmp_path, said.append) == older
+        assert checkpoints.choose_checkpoint(tmp_path, said.append) == older
         assert len(said) == 1 and said[0].startswith(f"{newest}: {name} "), said
         assert said[0].endswith(
             "; it is checkpoint-40.corrupt now, and the next older one is taken"
@@ -84,7 +84,7 @@ def test_every_flipped_bit_is_found_and_named_and_the_older_checkpoint_is_taken(
         assert (aside / name).read_bytes() == flipped, "nothing is deleted"
         aside.rename(newest)
     path.write_bytes(content)
-    assert checkpoints.choose(tmp_path, said.append) == newest
+    assert checkpoints.choose_checkpoint(tmp_path, said.append) == newest
 
 
 def edit_the_list(newest: Path) -> None:
@@ -112,7 +112,7 @@ SPOILED = {
 def test_a_file_that_is_not_the_one_that_was_sealed_is_named(two, tmp_path, damage):
     SPOILED[damage](two[1])
     said: list[str] = []
-    assert checkpoints.choose(tmp_path, said.append) == two[0]
+    assert checkpoints.choose_checkpoint(tmp_path, said.append) == two[0]
     assert said[0].startswith(f"{two[1]}: {damage}"), said
 
 
@@ -133,7 +133,7 @@ def test_large_files_are_measured_alone_where_they_are_not_to_be_read(tmp_path):
 def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_one_to_take(two):
     (two[1] / "scheduler.pt").unlink()
     with pytest.raises(CheckpointError) as caught:
-        checkpoints.choose(two[1], print)
+        checkpoints.choose_checkpoint(two[1], print)
     assert caught.value.exit_class == ExitClass.CHECKPOINT
     assert str(caught.value).startswith(f"{two[1]}: scheduler.pt is missing")
     assert str(caught.value).endswith(f"TRAIN_RESUME_FROM={two[0]}")
@@ -143,12 +143,12 @@ def test_a_damaged_checkpoint_that_was_named_is_refused_with_the_one_to_take(two
 def test_a_checkpoint_that_cannot_be_read_now_is_not_taken_for_a_damaged_one(
     two, tmp_path, monkeypatch, is_named
 ):
-    def refuse(part: seal.Part) -> str:
+    def refuse(part: seal.FileSlice) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", str(part.path))
 
     monkeypatch.setattr(seal, "digest_of", refuse)  # root may read everything
     with pytest.raises(PermissionError, match="adapter_model"):
-        checkpoints.choose(two[1] if is_named else tmp_path, print)
+        checkpoints.choose_checkpoint(two[1] if is_named else tmp_path, print)
     assert names_in(two[1].parent) == ["checkpoint-20", "checkpoint-40"], "nothing is set aside"
     damage = seal.find_damage(two[1])
     assert damage == "adapter_model.safetensors cannot be read (Permission denied)"
@@ -159,14 +159,14 @@ def test_a_file_on_a_broken_place_of_the_disk_makes_way_for_the_older_checkpoint
 ):
     really = seal.digest_of
 
-    def break_off(part: seal.Part) -> str:
+    def break_off(part: seal.FileSlice) -> str:
         if part.path == two[1] / "optimizer.pt":
             raise OSError(errno.EIO, "Input/output error", str(part.path))
         return really(part)
 
     monkeypatch.setattr(seal, "digest_of", break_off)
     said: list[str] = []
-    assert checkpoints.choose(tmp_path, said.append) == two[0]
+    assert checkpoints.choose_checkpoint(tmp_path, said.append) == two[0]
     assert said[0].startswith(f"{two[1]}: optimizer.pt cannot be read (Input/output error); it is ")
 
 
@@ -175,9 +175,9 @@ def test_where_every_checkpoint_is_damaged_all_are_named(two, tmp_path):
         (path / "scheduler.pt").unlink()
     said: list[str] = []
     with pytest.raises(CheckpointError, match="no such folder"):
-        checkpoints.choose(tmp_path / "missing", print)
+        checkpoints.choose_checkpoint(tmp_path / "missing", print)
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
-        checkpoints.choose(tmp_path, said.append)
+        checkpoints.choose_checkpoint(tmp_path, said.append)
     assert len(said) == 2
     assert names_in(tmp_path / "checkpoints") == ["checkpoint-20.corrupt", "checkpoint-40.corrupt"]
 

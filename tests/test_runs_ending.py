@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from marks import long
 
-from sft_play.runs.folder import ERROR_FILE, RunFolder, last_words, tell_launcher
+from sft_play.runs.folder import ERROR_FILE, RunFolder, last_words, write_for_torchrun
 from sft_play.runs.report import RunReport
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,8 +133,8 @@ def test_the_table_of_torchrun_has_the_cause(tmp_path):
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
     error_file = tmp_path / "error.json"
-    tell_launcher({}, CAUSE)  # started by nobody
-    tell_launcher({ERROR_FILE: str(error_file)}, CAUSE)
+    write_for_torchrun({}, CAUSE)  # started by nobody
+    write_for_torchrun({ERROR_FILE: str(error_file)}, CAUSE)
     failures = {
         0: ProcessFailure(0, 100, 15, str(tmp_path / "none.json")),
         1: ProcessFailure(1, 101, 15, str(error_file)),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.runs import seal
-from sft_play.runs.files import as_text
+from sft_play.runs.files import json_text
 
 PART = 100  # bytes of a part in these tests
 SIZES = (0, 1, PART - 1, PART, PART + 1, 2 * PART, 2 * PART + 1, 7 * PART - 1)
@@ -43,8 +43,8 @@ def manifest(folder: Path) -> dict[str, dict]:
 
 def write_manifest(folder: Path, files: dict[str, dict]) -> None:
     """Write a manifest that agrees with itself."""
-    digest = hashlib.sha256(as_text(files).encode()).hexdigest()
-    text = as_text({"files": files, "sha256_of_files": digest})
+    digest = hashlib.sha256(json_text(files).encode()).hexdigest()
+    text = json_text({"files": files, "sha256_of_files": digest})
     (folder / seal.NAME).write_text(text)
 
 
@@ -157,7 +157,7 @@ def test_a_manifest_that_does_not_say_what_a_file_was_is_not_used(tmp_path, part
 def test_a_file_that_ends_while_it_is_sealed_is_not_sealed(tmp_path, parts, monkeypatch):
     really = seal.digest_of
 
-    def cut_then_read(part: seal.Part) -> str:
+    def cut_then_read(part: seal.FileSlice) -> str:
         os.truncate(part.path, PART + 1)
         return really(part)
 
@@ -176,7 +176,7 @@ def test_the_parts_of_one_file_are_hashed_at_the_same_time(tmp_path, parts, two_
     together = threading.Barrier(2, timeout=10)
     really = seal.digest_of
 
-    def digest_of(part: seal.Part) -> str:
+    def digest_of(part: seal.FileSlice) -> str:
         together.wait()
         return really(part)
 

@@ -127,7 +127,7 @@ def test_a_run_in_each_mode_learns_and_writes_down_what_it_did(finished, mode):
 def test_a_warm_up_begins_at_its_first_fraction(train_run, schedule):
     changes = {"train.lr_scheduler_type": schedule, "train.warmup_steps": 4, "train.max_steps": 6}
     folder = train_run({**changes, "train.predict_with_generate": False})
-    logged = [line.values for line in metrics.read(folder.metrics).lines]
+    logged = [line.values for line in metrics.read_metrics(folder.metrics).lines]
     rates = [values["learning_rate"] for values in logged if "learning_rate" in values]
     begun = [1.0] * 4 if schedule == "constant" else [0.25, 0.5, 0.75, 1.0]
     assert rates[:4] == pytest.approx([0.01 * share for share in begun])

@@ -60,7 +60,7 @@ def test_a_resumed_float8_run_ends_with_the_same_adapter(train_run, float8_run, 
 def test_its_checkpoint_is_refused_by_a_run_over_another_base_dtype(float8_run):
     config = float8_run.read_config()
     tuning = config.tuning.model_copy(update={"base_dtype": "auto"})
-    other = stamp.wanted(config.model_copy(update={"tuning": tuning}))
+    other = stamp.wanted_stamp(config.model_copy(update={"tuning": tuning}))
     with pytest.raises(CheckpointError, match="quantisation: the checkpoint has float8 e4m3"):
         stamp.refuse_mismatch(float8_run.checkpoints / "checkpoint-2", other)
 

@@ -11,7 +11,7 @@ from run_files import run_json
 from safetensors.torch import load_file
 
 from sft_play.errors import ExitClass
-from sft_play.training.batches import spread
+from sft_play.training.batches import spread_nan
 from sft_play.training.loop import TrainingLoop
 
 SKIP = {"train.on_nonfinite": "skip", "train.max_steps": 5}
@@ -28,10 +28,10 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_the_gradients_of_a_loss_that_is_not_finite_are_nan_and_others_keep_their_bits(value):
     weight = torch.tensor([0.1, 0.7], requires_grad=True)
-    (spread((weight**2).sum() + value)).backward()
+    (spread_nan((weight**2).sum() + value)).backward()
     assert weight.grad.isnan().all()
     gradients = []
-    for change in (spread, lambda loss: loss):
+    for change in (spread_nan, lambda loss: loss):
         weight.grad = None
         change((weight**2).sum() / 3).backward()
         gradients.append(weight.grad)

@@ -114,7 +114,7 @@ def hang() -> None:
 
     preflight.FIRST_SECONDS = 2.0
     if os.environ["RANK"] == "1":
-        preflight.limited = lambda *_, **__: time.sleep(60)
+        preflight.deadline = lambda *_, **__: time.sleep(60)
 
 
 @pytest.mark.parametrize(

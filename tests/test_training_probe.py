@@ -81,5 +81,5 @@ def test_another_gpu_or_other_code_changes_the_fingerprint(monkeypatch):
     before = fingerprint()
     monkeypatch.setattr(Process, "gather", lambda process, value: [("NVIDIA H100", 80 << 30)])
     on_h100 = fingerprint()
-    monkeypatch.setattr(probe_fit, "digest_of_code", lambda: "0")
+    monkeypatch.setattr(probe_fit, "digest_of_step", lambda: "0")
     assert len({before, on_h100, fingerprint()}) == 3

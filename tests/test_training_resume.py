@@ -176,7 +176,7 @@ def test_a_checkpoint_without_its_optimizer_is_refused_rather_than_resumed_with_
 )
 def test_an_optimizer_that_was_split_otherwise_is_refused(whole, was, now, advice):
     checkpoint = whole.checkpoints / "checkpoint-2"
-    saved = replace(stamp.read(checkpoint), strategy=was[0], world_size=was[1])
+    saved = replace(stamp.read_stamp(checkpoint), strategy=was[0], world_size=was[1])
     with pytest.raises(CheckpointError, match=advice):
         check_resumable(checkpoint, saved, *now)
     if was[0] == "ddp":

@@ -9,7 +9,7 @@ from torch import nn
 from sft_play.errors import DivergedError
 from sft_play.process import Process
 from sft_play.training.best import LossWatch
-from sft_play.training.guards import WATCHED_STEPS, GradientWatch, Movement
+from sft_play.training.guards import WATCHED_STEPS, GradientWatch, WeightChangeCheck
 
 ALONE = Process.alone(torch.device("cpu"))
 VOCABULARY = 2000  # a uniform guess has a loss of 7.6
@@ -72,10 +72,10 @@ def test_an_adapter_without_a_gradient_ends_the_run_at_the_same_step() -> None:
 
 def test_weights_that_moved_before_a_run_was_resumed_have_moved() -> None:
     model = nn.Linear(2, 2)
-    first = Movement(model, ALONE)
+    first = WeightChangeCheck(model, ALONE)
     assert not first.has_moved()
     model.weight.data += 1
     assert first.has_moved()
-    Movement(model, ALONE, has_moved=True).raise_if_unmoved(1, 1e-3)
+    WeightChangeCheck(model, ALONE, has_moved=True).raise_if_unmoved(1, 1e-3)
     with pytest.raises(DivergedError, match="no weight has changed"):
-        Movement(model, ALONE).raise_if_unmoved(1, 1e-3)
+        WeightChangeCheck(model, ALONE).raise_if_unmoved(1, 1e-3)

@@ -89,7 +89,7 @@ ELSEWHERE = {
     "early_stopping_patience": "training.best",
     "eval_token_share": "training.held_out",
     "packing": "build.build_loop",
-    "probe": "worker.run, training.probe",
+    "probe": "worker.run_training, training.probe",
     "gradient_checkpointing": "plan.batch, models.checkpointing",
     "activation_offloading": "plan.inputs, models.checkpointing",
     "weight_offloading": "plan.weight_offloading, models.weight_offloading",

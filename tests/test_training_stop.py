@@ -29,7 +29,7 @@ from sft_play.stops import REPEAT_SECONDS, STOPPING, StopSignals
 from sft_play.training import stop as stopping
 from sft_play.training.callbacks import Progress
 from sft_play.training.classify import classify
-from sft_play.training.entry import main
+from sft_play.training.entry import run_worker
 from sft_play.training.recorder import RunRecorder
 from sft_play.training.stop import StopOnSignal
 
@@ -335,7 +335,7 @@ def test_a_run_of_two_that_is_started_as_one_is_class_13(plan_run, run_worker):
 
 
 def test_a_folder_that_is_no_run_is_class_13_with_one_sentence(tmp_path, capsys):
-    assert main(tmp_path) == ExitClass.ENVIRONMENT
+    assert run_worker(tmp_path) == ExitClass.ENVIRONMENT
     assert f"{tmp_path} is no run folder" in capsys.readouterr().err
 
 

@@ -57,10 +57,10 @@ def report_to(value):
 def test_report_to_takes_a_name_a_list_or_none():
     assert report_to("wandb") == ["wandb"]
     assert report_to("none") == report_to(False) == report_to(None) == []
-    loaded = loader.load(None, {"TRAIN_REPORT_TO": "wandb,tensorboard"})
+    loaded = loader.load_merged(None, {"TRAIN_REPORT_TO": "wandb,tensorboard"})
     assert loaded.config.train.report_to == ["wandb", "tensorboard"]
     with pytest.raises(ConfigError, match="tensorboard, wandb, mlflow, trackio"):
-        loader.load(None, {"TRAIN_REPORT_TO": "comet"})
+        loader.load_merged(None, {"TRAIN_REPORT_TO": "comet"})
 
 
 @pytest.mark.skipif(installed_version("trackio") is not None, reason="trackio is installed here")

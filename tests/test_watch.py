@@ -17,7 +17,7 @@ from terminals import Terminal
 from sft_play.commands import runs as watching
 from sft_play.commands.call import Call
 from sft_play.config.invocation import Invocation
-from sft_play.monitor.watch import bar, curve, frame, pipe_line, plain, seconds_left
+from sft_play.monitor.watch import bar, curve, frame, pipe_line, plain_line, seconds_left
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import lock, metrics
 from sft_play.runs.folder import RunFolder
@@ -110,10 +110,10 @@ def test_a_half_written_line_is_read_once_it_is_whole(tmp_path):
     path = tmp_path / "metrics.jsonl"
     whole = LINES[3].to_json()
     path.write_text(LINES[0].to_json() + whole[:20])
-    lines, offset = metrics.read(path)
+    lines, offset = metrics.read_metrics(path)
     assert lines == [LINES[0]]
     path.write_text(LINES[0].to_json() + whole)
-    assert metrics.read(path, offset) == ([LINES[3]], path.stat().st_size)
+    assert metrics.read_metrics(path, offset) == ([LINES[3]], path.stat().st_size)
 
 
 def test_a_run_of_another_host_is_not_taken_for_dead(tmp_path, monkeypatch):
@@ -139,7 +139,7 @@ def test_a_pipe_gets_a_line_a_log(tmp_path):
 
 
 def test_text_of_a_run_cannot_steer_the_terminal():
-    assert plain("a\x1b]0;title\x07 b\r\n\tc\u202e") == "a ]0;title b c"
+    assert plain_line("a\x1b]0;title\x07 b\r\n\tc\u202e") == "a ]0;title b c"
 
 
 def test_a_curve_falls_from_left_to_right():

@@ -26,7 +26,7 @@ from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import load_model
-from sft_play.plan.ranks import precision
+from sft_play.plan.ranks import config_precision
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
@@ -54,7 +54,7 @@ class Harness:
         config = planned.config
         plan = planned.plan
         device = torch.device("cuda", 0) if plan.ranks.device == "cuda" else torch.device("cpu")
-        self.process = Process.alone(device, DTYPES[precision(config)])
+        self.process = Process.alone(device, DTYPES[config_precision(config)])
         self.is_gpu = device.type == "cuda"
         self.memory = MemoryMeter(self.process, plan.used_before_bytes[0])
         set_seed(config.train.seed)

@@ -41,7 +41,7 @@ from benchmarks.workloads import ARMS, OUR_ARM, Case
 from sft_play.commands.call import load_config, read_call
 from sft_play.plan import devices, launch
 from sft_play.plan.memory import step_bytes
-from sft_play.plan.resolve import resolve
+from sft_play.plan.resolve import resolve_plan
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.step import Layout
 
@@ -97,7 +97,7 @@ def make_planner(sweep: Sweep, folder: Path) -> Callable[[int | None], PlannedRu
             sizes = {"total_bytes": card_bytes, "free_bytes": card_bytes}
             gpus = tuple(replace(gpu, **sizes) for gpu in here.gpus)
             hardware = replace(here, gpus=gpus, ram_available_bytes=card_bytes)
-        return resolve(
+        return resolve_plan(
             loaded,
             called.invocation,
             hardware,

@@ -38,7 +38,7 @@ main()
 
 
 @dataclass(frozen=True)
-class Request:
+class CommandRequest:
     """A command and its options; make's variables are in the environment."""
 
     command: str  # train, plan or preview
@@ -51,7 +51,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reply:
+class CommandReply:
     """The answer of a command; missing parts are None."""
 
     path: str | None = None  # of the training run, or of a preview's page
@@ -62,7 +62,7 @@ class Reply:
     exit_class: int | None = None  # of the error
 
 
-def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> Reply:
+def run_command(request: CommandRequest, variables: Mapping[str, str], quiet: bool) -> CommandReply:
     """Run a command to its end, print its lines unless `quiet`, and return its answer.
 
     KeyboardInterrupt stops it with a checkpoint, a second one kills it.
@@ -98,7 +98,7 @@ def ask(request: Request, variables: Mapping[str, str], quiet: bool) -> Reply:
             raise SftPlayError(
                 f"{request.command} ended with exit code {code}; the reason is above"
             )
-        return Reply(**read_json(answer))
+        return CommandReply(**read_json(answer))
 
 
 def _show(process: subprocess.Popen[str], quiet: bool) -> None:
@@ -114,39 +114,39 @@ def main() -> None:
     # otherwise a restarted notebook leaves a GPU occupied
     stops.end_with_parent(stops.PARENT_GONE, parent)
     log_to_stderr()
-    request = Request(**asked)
+    request = CommandRequest(**asked)
     try:
         call = read_call(request.config, request.overrides)
         if request.command == "train":
             _train(call, request, answer)
         write_json(answer, _reply(call, request))
     except SftPlayError as error:
-        reply = Reply(error=mask_secrets(str(error)), exit_class=int(error.exit_class))
+        reply = CommandReply(error=mask_secrets(str(error)), exit_class=int(error.exit_class))
         write_json(answer, reply)
         sys.exit(int(error.exit_class))
 
 
-def _train(call: Call, request: Request, answer: Path) -> NoReturn:
+def _train(call: Call, request: CommandRequest, answer: Path) -> NoReturn:
     """Answer with the run's folder, and become its launcher. Raises: StoppedOnRequest."""
     with stops.stopped_with(NOT_BEGUN):
         folder, planned, early = prepare_run(
             call, request.distributed, request.deepspeed, request.backend
         )
-        write_json(answer, Reply(path=str(folder.path)))
+        write_json(answer, CommandReply(path=str(folder.path)))
         sys.stdout.flush()
         hand_over(folder, planned, call, early)
 
 
-def _reply(call: Call, request: Request) -> Reply:
+def _reply(call: Call, request: CommandRequest) -> CommandReply:
     """Return the answer of plan or preview."""
     if request.command == "plan":
         planned = planning.plan_for_display(call, request.distributed, request.deepspeed)
         text = planning.plan_text(call, planned, as_json=False)
         values = json.loads(planning.plan_text(call, planned, as_json=True))
-        return Reply(text=text, fits=planned.plan.fits, values=values)
+        return CommandReply(text=text, fits=planned.plan.fits, values=values)
     loaded = load_config(call)
     planned = plan_run(call, loaded)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         page = reading.preview(planned, loaded.source, request.rows, None, no_color=True)
-    return Reply(text=printed.getvalue(), path=str(page))
+    return CommandReply(text=printed.getvalue(), path=str(page))

@@ -19,7 +19,7 @@ from sft_play.plan import cards, devices, recipe, sources
 from sft_play.plan.base_model import model_inside, require_base
 from sft_play.plan.config_json import load_positions
 from sft_play.plan.counting import load_counted_shape
-from sft_play.plan.resolve import resolve
+from sft_play.plan.resolve import resolve_plan
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.earlier_adapter import SETTING, refuse_other_base, settings_of_adapter
 from sft_play.runs.files import free_name, write_text
@@ -60,7 +60,7 @@ class Call:
     def hardware(self) -> devices.Hardware:
         """The hardware in GPUS, or this machine's."""
         gpus = self.invocation.gpus
-        return cards.parse(gpus) if gpus else self.machine
+        return cards.parse_hardware(gpus) if gpus else self.machine
 
     @property
     def pid_file(self) -> Path:
@@ -97,7 +97,7 @@ def read_call(
         environ["GPUS"] = gpus
     if exact:
         environ["EXACT"] = "1"
-    return Call(invocations.read(environ), environ, tuple(overrides or ()))
+    return Call(invocations.read_invocation(environ), environ, tuple(overrides or ()))
 
 
 def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
@@ -116,7 +116,7 @@ def load_config(call: Call, backend: str | None = None) -> LoadedConfig:
     # also of the target's config
     named = loader.given_value(SETTING, path, call.environ, call.overrides)
     adapter = settings_of_adapter(str(named), call.output_dir) if named else None
-    loaded = loader.load(path, call.environ, call.overrides, target, resumed, adapter)
+    loaded = loader.load_merged(path, call.environ, call.overrides, target, resumed, adapter)
     inner = model_inside(Path(loaded.config.model.name))
     if inner is not None:
         sys.stderr.write(f"{loaded.described('model.name')}: the model inside it is {inner}\n")
@@ -133,7 +133,7 @@ def look(
 
     Raises: EnvironmentFault if the model is not found. `may_fetch` is passed to `look_at_rows`.
     """
-    sources.require(loaded)
+    sources.require_rows(loaded)
     model = loaded.config.model
     shape = load_counted_shape(loaded.config, call.environ)
     if not recipe.depends_on_rows(loaded.config):
@@ -152,7 +152,7 @@ def settle(
     require_base(loaded.config, call.environ)
     if recipe.is_settled(loaded.config):
         return loaded
-    return recipe.settle(loaded, look(call, loaded, may_fetch, has_rows))
+    return recipe.settle_autos(loaded, look(call, loaded, may_fetch, has_rows))
 
 
 def plan_run(
@@ -167,7 +167,7 @@ def plan_run(
     loaded = settle(call, loaded, may_fetch=not is_elsewhere)
     distributed = distributed or is_elsewhere
     hardware = hardware or call.hardware
-    return resolve(loaded, call.invocation, hardware, call.environ, distributed, use_deepspeed)
+    return resolve_plan(loaded, call.invocation, hardware, call.environ, distributed, use_deepspeed)
 
 
 def without_meeting(call: Call) -> Call:
@@ -178,7 +178,7 @@ def without_meeting(call: Call) -> Call:
     if call.invocation.nnodes < 2 or call.environ.get("MASTER_ADDR", "").strip():
         return call
     environ = {**call.environ, "MASTER_ADDR": FIRST_MACHINE}
-    return replace(call, invocation=invocations.read(environ), environ=environ)
+    return replace(call, invocation=invocations.read_invocation(environ), environ=environ)
 
 
 def as_text(value: Any) -> str:

@@ -32,16 +32,16 @@ class NotServed(Exception):
     """The server does not have this endpoint."""
 
 
-class Message(BaseModel):
+class ServerMessage(BaseModel):
     """The server's message for the assistant."""
 
     content: str | None = None
 
 
-class Choice(BaseModel):
+class ServerChoice(BaseModel):
     """One answer: a message of /chat/completions, or a text of /completions."""
 
-    message: Message | None = None
+    message: ServerMessage | None = None
     text: str | None = None
     finish_reason: str | None = None
 
@@ -60,7 +60,7 @@ class Usage(BaseModel):
 class Completion(BaseModel):
     """The response of /chat/completions and /completions."""
 
-    choices: Annotated[list[Choice], MinLen(1)]
+    choices: Annotated[list[ServerChoice], MinLen(1)]
     usage: Usage = Usage()
 
 
@@ -77,7 +77,7 @@ class ModelList(BaseModel):
 
 
 @dataclass(frozen=True)
-class Server:
+class RemoteServer:
     """An OpenAI-compatible server."""
 
     url: str  # up to /v1
@@ -85,7 +85,7 @@ class Server:
     key: str | None
 
     @classmethod
-    def asked(cls, call: Call) -> "Server":
+    def asked(cls, call: Call) -> "RemoteServer":
         """Return the server of URL and SERVED_NAME; a key is OPENAI_API_KEY of the environment."""
         words = call.words
         url = words.text("URL")
@@ -96,7 +96,7 @@ class Server:
         return cls.at(url, words.text("SERVED_NAME"), words.text("OPENAI_API_KEY"))
 
     @classmethod
-    def at(cls, url: str, model: str | None, key: str | None) -> "Server":
+    def at(cls, url: str, model: str | None, key: str | None) -> "RemoteServer":
         """Return the server at a URL; its model is the only one that it lists, or `model`.
 
         Raises: ConfigError, EnvironmentFault.
@@ -130,7 +130,7 @@ class Server:
 
 
 @dataclass
-class Tally:
+class EndpointResults:
     """The results of one endpoint."""
 
     name: str
@@ -212,12 +212,12 @@ class Tally:
         self.differences.append(f"{where}: {how}")
 
 
-def check_server(server: Server, rows: Sequence[ParityRow]) -> list[str]:
+def check_server(server: RemoteServer, rows: Sequence[ParityRow]) -> list[str]:
     """Return the lines to print. Raises: CheckpointError if the server's answers differ."""
     with_messages = [row for row in rows if row.messages is not None]
     tallies = []
     for path, asked in {CHAT: with_messages, COMPLETIONS: rows}.items():
-        tally = Tally(path)
+        tally = EndpointResults(path)
         try:
             for row in asked:
                 tally.compare(row, server.ask(path, row))

@@ -20,12 +20,12 @@ from sft_play.config.loader import PACKAGE, LoadedConfig
 from sft_play.config.messages import refuse
 from sft_play.data.render import images_of
 from sft_play.data.row_parsing import Prompt, SystemPrompt, read_prompts
-from sft_play.errors import DataError, ExitClass, StoppedOnRequest, of_class
+from sft_play.errors import DataError, ExitClass, StoppedOnRequest, error_of_class
 from sft_play.plan.launch import free_port
 from sft_play.plan.ranks import visible_entries
 from sft_play.progress import counted
 from sft_play.runs import stamp
-from sft_play.runs.answer_file import PLACE, AnswerFile, PartsWatch, Place
+from sft_play.runs.answer_file import PLACE, AnswerFile, FanOutPlace, PartsWatch
 from sft_play.runs.files import Json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
@@ -40,11 +40,11 @@ def score_run(call: Call, run: RunFolder) -> list[str]:
 
     If there are several processes, the first one prints them itself.
     """
-    asked = use.settings_of(call, run, "eval")
+    asked = use.settings_with_given(call, run, "eval")
     device = call.machine.kind
     compares = use.compares(call, run)
-    place = Place.of_environment(call.environ)
-    count = count_processes(call, asked)
+    place = FanOutPlace.of_environment(call.environ)
+    count = count_gpu_processes(call, asked)
     if place is None and count > 1:
         run_on_each("eval", call, run, count)
         return []
@@ -78,7 +78,7 @@ class FileCall:
         refuse(problems)
         if inputs is None:
             return None
-        loaded = use.settings_of(call, run, "infer")
+        loaded = use.settings_with_given(call, run, "infer")
         return cls(call, run, loaded, read_sampling(call.environ), Path(inputs))
 
     @property
@@ -121,7 +121,7 @@ def answer_file(asked: FileCall) -> list[str]:
     """
     prompts = asked.prompts()
     file = AnswerFile(asked.out)
-    place = Place.of_environment(asked.call.environ)
+    place = FanOutPlace.of_environment(asked.call.environ)
     if place is not None:
         _answer_share(asked, prompts, file, place, lambda _: None)
         return []
@@ -140,11 +140,11 @@ def answer_file(asked: FileCall) -> list[str]:
 def _answer_rest(asked: FileCall, prompts: Sequence[Prompt], file: AnswerFile) -> None:
     """Answer the remaining prompts, and sort all answers."""
     done = len(file.answered())
-    count = min(count_processes(asked.call, asked.loaded), max(1, len(prompts) - done))
+    count = min(count_gpu_processes(asked.call, asked.loaded), max(1, len(prompts) - done))
     try:
         with counted("answering", len(prompts), "prompts", done) as advance:
             if count == 1:
-                _answer_share(asked, prompts, file, Place(0, 1), advance)
+                _answer_share(asked, prompts, file, FanOutPlace(0, 1), advance)
             else:
                 watch = PartsWatch(file)
                 look = lambda: advance(watch.new_answers())  # noqa: E731
@@ -162,7 +162,7 @@ def _answer_share(
     asked: FileCall,
     prompts: Sequence[Prompt],
     file: AnswerFile,
-    place: Place,
+    place: FanOutPlace,
     advance: Callable[[int], None],
 ) -> None:
     from sft_play.inference.file_answers import answer_prompts
@@ -173,7 +173,7 @@ def _answer_share(
     answer_prompts(trained, prompts, file, place, asked.sampling.seed, advance)
 
 
-def count_processes(call: Call, asked: LoadedConfig) -> int:
+def count_gpu_processes(call: Call, asked: LoadedConfig) -> int:
     """Return how many processes share the rows: one per GPU, or NUM_GPUS.
 
     It is one if the model itself is placed on several GPUs.
@@ -189,7 +189,7 @@ def count_processes(call: Call, asked: LoadedConfig) -> int:
 
 def end_with_command(environ: Mapping[str, str]) -> None:
     """End this process with the command that started it, if that runs several."""
-    place = Place.of_environment(environ)
+    place = FanOutPlace.of_environment(environ)
     if place is not None:
         stops.end_with_parent(parent=place.parent)
 
@@ -232,7 +232,7 @@ def _refuse_failed(children: Sequence[subprocess.Popen], command: str) -> None:
     for number, child in enumerate(children):
         if child.poll():
             known = child.returncode in set(ExitClass)
-            raise of_class(
+            raise error_of_class(
                 child.returncode if known else None,
                 f"{command}: process {number} of {len(children)} ended with exit code "
                 f"{child.returncode}; the reason is above",

@@ -90,7 +90,7 @@ def chosen_export(call: Call, run: RunFolder, formats: tuple[str, ...] = FORMATS
     )
 
 
-def parity_rows(call: Call) -> list[ParityRow]:
+def read_parity_rows(call: Call) -> list[ParityRow]:
     """Return the rows of the parity.jsonl that PARITY names, or of the run's latest export."""
     given = call.words.text("PARITY")
     if given:
@@ -143,21 +143,21 @@ def serve(call: Call) -> None:
     address = Address.read(call)
     launch = server_of(folder, run.name, address, call.machine.kind)
     address.refuse_taken()
-    print("\n".join(lines_of(folder, address, run.name)), flush=True)
+    print("\n".join(server_lines(folder, address, run.name)), flush=True)
     if launch:
         print(*launch.argv, flush=True)
         execute(launch, call.environ)
     model = find_model(str(folder), call.output_dir)
     # other servers read special tokens in a message as tokens, too
     allowed = {"data.special_tokens_in_text": "allow"}
-    config = use.settings_of(call, model, "serve").config.changed(allowed)
+    config = use.settings_with_given(call, model, "serve").config.changed(allowed)
     from sft_play.inference import load, server
 
     trained = load.load_run(model, call.machine.kind, config)
-    server.serve(trained, run.name, address.host, address.port)
+    server.serve_model(trained, run.name, address.host, address.port)
 
 
-def lines_of(folder: Path, address: Address, run: str) -> list[str]:
+def server_lines(folder: Path, address: Address, run: str) -> list[str]:
     """Return the lines to print before the server starts."""
     url = address.url
     request = {"model": run, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 64}
@@ -180,7 +180,7 @@ def server_of(folder: Path, name: str, address: Address, device: str) -> Launch 
     where = ("--host", address.host, "--port", str(address.port))
     files = sorted(folder.glob("*.gguf"))
     if files:
-        require(NEEDED_FOR_GGUF, "'llama-cpp-python[server]'")
+        require_package(NEEDED_FOR_GGUF, "'llama-cpp-python[server]'")
         words = ("--model", str(files[0]), "--model_alias", name, "--n_gpu_layers", "-1")
         return Launch((sys.executable, "-m", "llama_cpp.server", *words, *where), {})
     vllm = shutil.which("vllm")
@@ -189,7 +189,7 @@ def server_of(folder: Path, name: str, address: Address, device: str) -> Launch 
     return None
 
 
-def require(packages: Sequence[str], to_install: str, by: str = "the server") -> None:
+def require_package(packages: Sequence[str], to_install: str, by: str = "the server") -> None:
     """Raise EnvironmentFault if a package is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:

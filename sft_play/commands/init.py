@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from sft_play.commands.call import Call, look, refuse_taken, write_out
 from sft_play.config import foreign, loader
 from sft_play.config.loader import CHOSEN, LoadedConfig
-from sft_play.config.present import Line, commented_yaml
+from sft_play.config.present import SettingLine, commented_yaml
 from sft_play.config.schema import Config, env_name, settings
 from sft_play.config.yaml_source import Located, YamlValue
 from sft_play.errors import ConfigError
@@ -19,7 +19,7 @@ from sft_play.plan import next_command, recipe, report
 from sft_play.plan.base_model import require_base
 from sft_play.plan.devices import GIB
 from sft_play.plan.recipe import RecipeFacts
-from sft_play.plan.resolve import fastest, resolve
+from sft_play.plan.resolve import fastest, resolve_plan
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.runs.model_folder import refuse_unsafe_base
 
@@ -47,7 +47,7 @@ def init(call: Call) -> list[str]:
     refuse_taken(path, call.overwrites)
     if call.environ.get("FROM"):
         return _translated(path, call)
-    loaded = loader.load(str(loader.BASE), call.environ, call.overrides)
+    loaded = loader.load_merged(str(loader.BASE), call.environ, call.overrides)
     missing = [f"{env_name(name)}=..." for name in NEEDED if not loaded.is_set(name)]
     if missing:
         raise ConfigError(
@@ -90,13 +90,13 @@ def _translated(path: Path, call: Call) -> list[str]:
     told = [f"wrote {path}: {len(lines)} settings", *told]
     told += [f"left out: {line}" for line in said.left]
     try:
-        loader.load(str(path))
+        loader.load_merged(str(path))
     except ConfigError as error:
         told += [f"to be mended: {line}" for line in str(error).splitlines()]
     return [*told, f"next make plan CONFIG={path}"]
 
 
-def _rows_of_step(said: foreign.Translation, call: Call) -> Line:
+def _rows_of_step(said: foreign.Translation, call: Call) -> SettingLine:
     """Return the rows of a step with as many tokens as the packed sequences of another program."""
     from sft_play.data.row_facts import look_at_rows
 
@@ -109,9 +109,11 @@ def _rows_of_step(said: foreign.Translation, call: Call) -> Line:
     if config.data.train_path is not None:
         facts = look_at_rows(config, call.environ, may_fetch=False)
     if isinstance(facts, str):
-        return Line(name, default, f"{step}; divide them by the tokens of a row ({facts})")
+        return SettingLine(name, default, f"{step}; divide them by the tokens of a row ({facts})")
     mean = sum(facts.lengths) / len(facts.lengths)
-    return Line(name, max(1, round(tokens / mean)), f"{step}; a row has {mean:.0f} on average")
+    return SettingLine(
+        name, max(1, round(tokens / mean)), f"{step}; a row has {mean:.0f} on average"
+    )
 
 
 def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:
@@ -126,10 +128,10 @@ def choose_mode(call: Call, loaded: LoadedConfig, facts: RecipeFacts) -> Fit:
         chosen = loaded
         if not loaded.is_set("tuning.mode"):
             chosen = loaded.with_values({"tuning.mode": Located(mode, f"{CHOSEN}by memory")})
-        settled = recipe.settle(chosen, facts)
+        settled = recipe.settle_autos(chosen, facts)
         if sharded:
             return settled, fastest(settled, call.invocation, hardware, call.environ)
-        return settled, resolve(settled, call.invocation, hardware, call.environ, True, False)
+        return settled, resolve_plan(settled, call.invocation, hardware, call.environ, True, False)
 
     if loaded.is_set("tuning.mode"):
         settled, run = planned(loaded.config.tuning.mode, sharded=True)
@@ -161,13 +163,13 @@ def _memory(plan: RunPlan) -> str:
     return f"{peak:.1f} of the {plan.budget_bytes / GIB:.1f} GiB that {where} can give"
 
 
-def _lines(fit: Fit, facts: RecipeFacts) -> list[Line]:
+def _lines(fit: Fit, facts: RecipeFacts) -> list[SettingLine]:
     """Return the settings of the file: the chosen ones, and all that the user gave."""
     loaded = fit.loaded
     comments = {name: loaded.origin[name] for name in settings() if loaded.is_set(name)}
     comments.update(_comments(fit, facts))
     return [
-        Line(name, _plain(loaded.value(name)), comments[name])
+        SettingLine(name, _plain(loaded.value(name)), comments[name])
         for name in settings()
         if name in comments
     ]
@@ -180,7 +182,7 @@ def _comments(fit: Fit, facts: RecipeFacts) -> dict[str, str]:
     model = fit.planned.plan.step.model
     takes = f", takes at most {facts.positions:,} tokens" if facts.positions else ""
     comments = {
-        "model.name": f"{recipe.describe_weights(model)}{takes}",
+        "model.name": f"{recipe.model_summary(model)}{takes}",
         "tuning.mode": fit.because,
         "train.batch_size": f"auto is by memory; here {layout.batch_size} rows",
         "train.grad_accum": f"auto reaches effective_batch_size; here {layout.grad_accum}",

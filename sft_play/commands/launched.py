@@ -21,7 +21,7 @@ from sft_play.commands.nodes import Wait, meet
 from sft_play.config import loader
 from sft_play.config import place as places
 from sft_play.config.invocation import is_single_process_forced
-from sft_play.config.place import Place
+from sft_play.config.place import LaunchPlace
 from sft_play.config.targets import GOALS
 from sft_play.errors import EnvironmentFault, ExitClass
 from sft_play.plan import devices, launch
@@ -40,23 +40,23 @@ class Launched:
     """How this process was started."""
 
     environ: Mapping[str, str]  # without the variables that a launcher has set
-    place: Place | None  # None: there are no other processes
+    place: LaunchPlace | None  # None: there are no other processes
     is_surplus: bool = False  # another process trains instead
     warnings: tuple[str, ...] = ()
     meeting: "Meeting | None" = None  # of the first process of a machine
 
 
 @dataclass(frozen=True)
-class Answer:
+class LeaderMessage:
     """What the first process of a machine tells the others: its run, or how it has ended."""
 
     folder: str | None = None
     exit_code: int | str | None = None
 
 
-def read(environ: Mapping[str, str]) -> Launched:
+def read_launch(environ: Mapping[str, str]) -> Launched:
     """Return how this process was started. Raises: ConfigError for an impossible place."""
-    place = places.read(environ)
+    place = places.read_place(environ)
     is_surplus = False
     if is_single_process_forced(environ):
         is_surplus = place is not None and place.rank > 0
@@ -113,7 +113,7 @@ def follow(launched: Launched) -> NoReturn:
 
 def tell_launcher(cause: str) -> None:
     """Make the user's torchrun, if there is one, print why this process has no run to train."""
-    folder.tell_launcher(loader.environment(), cause)
+    folder.write_for_torchrun(loader.environment(), cause)
 
 
 def lead(launched: Launched, meeting: "Meeting") -> Launched:
@@ -154,7 +154,7 @@ def become_worker(launched: Launched, command: Launch) -> NoReturn:
 class Meeting:
     """The point at which this machine's other processes wait for the first one."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: LaunchPlace) -> None:
         """Open it. Raises: EnvironmentFault if another launch meets here."""
         self.expected = place.local_world_size - 1
         self.socket = socket.socket(socket.AF_UNIX)
@@ -169,7 +169,7 @@ class Meeting:
 
     def announce(self, folder: RunFolder) -> None:
         """Announce the run to all others. Raises: EnvironmentFault if one is missing."""
-        missing = self._tell(Answer(str(folder.path.absolute())), ARRIVAL_SECONDS)
+        missing = self._tell(LeaderMessage(str(folder.path.absolute())), ARRIVAL_SECONDS)
         if missing:
             raise EnvironmentFault(
                 f"{missing} of {self.expected + 1} processes of this machine did not start within "
@@ -183,10 +183,10 @@ class Meeting:
         """Tell the others how this process ended, if it did not become a worker."""
         if end is not None:
             code = end.code if isinstance(end, SystemExit) else int(ExitClass.UNEXPECTED)
-            self._tell(Answer(exit_code=code), FAREWELL_SECONDS)
+            self._tell(LeaderMessage(exit_code=code), FAREWELL_SECONDS)
         self.socket.close()
 
-    def _tell(self, answer: Answer, seconds: float) -> int:
+    def _tell(self, answer: LeaderMessage, seconds: float) -> int:
         """Send an answer to each waiting process; return how many have not come."""
         deadline = time.monotonic() + seconds
         while self.expected:
@@ -206,7 +206,7 @@ def _device(environ: Mapping[str, str]) -> str:
     return device if device in ("cpu", "cuda") else "auto"  # a wrong word is refused with others
 
 
-def _address(place: Place) -> str:
+def _address(place: LaunchPlace) -> str:
     """Return the name of a meeting: one of Linux's abstract sockets, which need no file.
 
     Launches that share a machine differ in the port of their first process.
@@ -215,7 +215,7 @@ def _address(place: Place) -> str:
     return f"\0sft_play-{os.getuid()}-{where}"
 
 
-def _wait_for_answer(place: Place) -> Answer | None:
+def _wait_for_answer(place: LaunchPlace) -> LeaderMessage | None:
     """Return the first process's answer, None if it ends without one."""
     deadline = time.monotonic() + ARRIVAL_SECONDS
     with socket.socket(socket.AF_UNIX) as connection:
@@ -229,7 +229,7 @@ def _wait_for_answer(place: Place) -> Answer | None:
         _refuse_other_user(connection)
         with contextlib.suppress(ConnectionResetError):
             text = b"".join(iter(lambda: connection.recv(4096), b""))
-            return Answer(**json.loads(text)) if text else None
+            return LeaderMessage(**json.loads(text)) if text else None
     return None
 
 

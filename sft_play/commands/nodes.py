@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sft_play.errors import EnvironmentFault, ExitClass, of_class
+from sft_play.errors import EnvironmentFault, ExitClass, error_of_class
 
 SAY_SECONDS = 10.0
 POLL_SECONDS = 0.2
@@ -36,7 +36,7 @@ class Wait:
         passed = time.monotonic() - self.began
         names = f"machine {', '.join(map(str, awaited))} of {self.nodes} (from 0)"
         if passed > self.seconds:
-            raise of_class(
+            raise error_of_class(
                 ExitClass.PEER_LOST,
                 f"{names} did not come to {self.address}:{self.port} within {self.seconds:.0f} s "
                 "(train.rendezvous_timeout). Start the same command there with its NODE_RANK, or "

@@ -53,7 +53,7 @@ def plan_text(call: Call, planned: PlannedRun, as_json: bool) -> str:
         facts = report.plan_json(plan, command, counts)
         return as_text({**facts, "accuracy": asdict(near), "closed_form": closed})
     words = next_command.start_command(plan, given_variables(call))
-    lines = report.lines(planned, command, words, trained) + accuracy.lines(near)
+    lines = report.plan_lines(planned, command, words, trained) + accuracy.accuracy_lines(near)
     if has_both:
         lines.append(report.closed_form_line(plan))
     return "\n".join(lines)

@@ -18,7 +18,7 @@ from huggingface_hub.hf_api import RepoFile
 
 from sft_play.commands import use
 from sft_play.commands.call import Call
-from sft_play.commands.exports import chosen_export, require
+from sft_play.commands.exports import chosen_export, require_package
 from sft_play.config.messages import refuse
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault, first_line
 from sft_play.reporting.model_card import HUB_ID
@@ -64,7 +64,7 @@ def push(call: Call) -> list[str]:
             found = api.create_repo(repo, private=not is_public, exist_ok=True)
             if not is_public and not api.repo_info(repo).private:
                 raise ConfigError(f"REPO={repo} is public; type PUBLIC=1 if that is intended")
-            change = Change.of(api, repo, folder, signature)
+            change = RepositoryChange.of(api, repo, folder, signature)
             commit = change.commit(api, repo)
         except HfHubHTTPError as error:
             raise EnvironmentFault(f"REPO={repo}: the hub refuses ({first_line(error)})") from None
@@ -81,7 +81,7 @@ def push(call: Call) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Change:
+class RepositoryChange:
     """What a push changes in a repository."""
 
     folder: Path
@@ -92,7 +92,7 @@ class Change:
     kept: tuple[str, ...]  # files of the export that the repository has from its owner
 
     @classmethod
-    def of(cls, api: HfApi, repo: str, folder: Path, signature: bytes | None) -> "Change":
+    def of(cls, api: HfApi, repo: str, folder: Path, signature: bytes | None) -> "RepositoryChange":
         """Return the change that makes a repository the export.
 
         Raises: ConfigError for files of others that the export would replace, or that programs
@@ -174,7 +174,7 @@ def _earlier(api: HfApi, repo: str, commit: str, files: dict[str, RepoFile]) -> 
                 continue
             digest = file.lfs and file.lfs.sha256
             if digest is None:
-                digest = seal.digest_of(seal.Part(download(name), 0, file.size))
+                digest = seal.digest_of(seal.FileSlice(download(name), 0, file.size))
             if digest == entry.digests[0] or entry.part_bytes:
                 yield name
 
@@ -184,7 +184,7 @@ def sign(folder: Path, key: str) -> bytes:
 
     Raises: ConfigError for a key that cannot be used; EnvironmentFault without model-signing.
     """
-    require(NEEDED_TO_SIGN, "model-signing pyOpenSSL", f"SIGN={key}")
+    require_package(NEEDED_TO_SIGN, "model-signing pyOpenSSL", f"SIGN={key}")
     from model_signing.signing import Config
 
     with tempfile.TemporaryDirectory() as temporary:

@@ -9,10 +9,10 @@ from sft_play.commands.call import Call, load_config
 from sft_play.config.layers import defaults, displayed
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.messages import word
-from sft_play.config.on_resume import OnResume, of_class
+from sft_play.config.on_resume import OnResume, settings_of_class
 from sft_play.config.schema import env_name
 from sft_play.errors import CheckpointError, ConfigError
-from sft_play.plan.ranks import precision
+from sft_play.plan.ranks import config_precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan, read_plan
 from sft_play.runs import checkpoints, lock, stamp
 from sft_play.runs.checkpoints import has_checkpoint
@@ -107,7 +107,7 @@ def refuse_other_run(call: Call, folder: RunFolder) -> None:
     """
     loaded = load_config(_with(call, RESUME_FROM, folder.path))
     settings = _other_settings(loaded, folder)
-    rows = other_rows(loaded, folder)
+    rows = changed_rows(loaded, folder)
     if not settings and not rows:
         return
     what = " and ".join(name for name, found in (("settings", settings), ("rows", rows)) if found)
@@ -123,7 +123,7 @@ def _other_settings(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
     asked = AskedRun.read(folder)
     own = f"{displayed(folder.path / 'config.yaml')}:"
     problems = []
-    for path in of_class(OnResume.MUST_MATCH):
+    for path in settings_of_class(OnResume.MUST_MATCH):
         if loaded.origin[path].startswith(own) or not loaded.is_set(path):
             continue
         before = (asked.settings[path].value, word(attrgetter(path)(trained)))
@@ -132,7 +132,7 @@ def _other_settings(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
     return problems
 
 
-def other_rows(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
+def changed_rows(loaded: LoadedConfig, folder: RunFolder) -> list[str]:
     """Return a line for each data setting whose files differ from those of a finished run."""
     from sft_play.data.sources import changed_sources
 
@@ -161,10 +161,10 @@ def check_resume(planned: PlannedRun, loaded: LoadedConfig) -> None:
     if train.resume_from is None:
         return
     # the worker also reads large files before it loads a checkpoint
-    checkpoint = checkpoints.choose(Path(train.resume_from), print, reads_all=False)
-    resumed = Resumed(checkpoint, stamp.read(checkpoint))
+    checkpoint = checkpoints.choose_checkpoint(Path(train.resume_from), print, reads_all=False)
+    resumed = Resumed(checkpoint, stamp.read_stamp(checkpoint))
     resumed.refuse_changes(planned.config, loaded.origin)
-    now = replace(stamp.wanted(planned.config), precision=precision(planned.config))
+    now = replace(stamp.wanted_stamp(planned.config), precision=config_precision(planned.config))
     saved = stamp.refuse_mismatch(checkpoint, now, train.allow_backend_change)
     ranks = planned.plan.ranks
     check_resumable(checkpoint, saved, ranks.strategy, ranks.world_size, train.elastic)
@@ -195,13 +195,15 @@ def check_resumed_rows(folder: RunFolder, planned: PlannedRun, before: Json | No
 
     if planned.config.train.resume_from is None:
         return
-    checkpoint = checkpoints.choose(Path(planned.config.train.resume_from), print, reads_all=False)
+    checkpoint = checkpoints.choose_checkpoint(
+        Path(planned.config.train.resume_from), print, reads_all=False
+    )
     sources = DataFacts.from_json(folder.read_data()).sources
     digests = [source.digest for split in sources.values() for source in split]
     data_digest = stamp.digest_of_text(*digests)
     rows_per_step = planned.plan.layout.rows_per_step
     try:
-        refuse_other_steps(checkpoint, stamp.read(checkpoint), data_digest, rows_per_step)
+        refuse_other_steps(checkpoint, stamp.read_stamp(checkpoint), data_digest, rows_per_step)
     except CheckpointError as error:
         if before is None:
             raise

@@ -42,7 +42,7 @@ def compare(call: Call, names: Iterable[str], out: str | None, as_json: bool) ->
     from sft_play.reporting import compare as comparing
 
     folders = named_runs(call, list(names))
-    comparison = comparing.compare(folders)
+    comparison = comparing.compare_runs(folders)
     joined = "-".join(folder.name for folder in folders)
     default = call.output_dir / f"compare-{joined[:LONGEST_NAME]}.html"
     named = out or call.environ.get("OUT")
@@ -69,7 +69,7 @@ def named_runs(call: Call, names: list[str]) -> list[RunFolder]:
     given = names or call.environ.get("RUNS", "").replace(",", " ").split()
     wanted = list(dict.fromkeys(name for name in given if name))
     if not 2 <= len(wanted) <= MOST_RUNS:
-        known = [folder.name for folder in run_folders.listing(call.output_dir)]
+        known = [folder.name for folder in run_folders.list_runs(call.output_dir)]
         latest = ", ".join(reversed(known[-NAMES_SHOWN:])) or "none; `make train` makes one"
         raise ConfigError(
             f"RUNS={','.join(wanted)}: name 2 to {MOST_RUNS} runs with commas between them, such "

@@ -53,7 +53,7 @@ from sft_play.plan import launch, next_command, report
 from sft_play.plan.base_model import refuse_missing_weights
 from sft_play.plan.devices import GIB
 from sft_play.plan.launch import DEFAULT_PORT
-from sft_play.plan.ranks import precision
+from sft_play.plan.ranks import config_precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.progress import go_on_without_output, visible
 from sft_play.runs import folder as run_folders
@@ -285,7 +285,7 @@ def with_project_ranks(call: Call, distributed: bool) -> Call:
 def check_trackers(config: Config, with_tensorboard: bool) -> None:
     """Refuse trackers that cannot be used, before anything is tokenized or loaded."""
     names = config.train.report_to
-    packages.check_trackers(names)
+    packages.require_trackers(names)
     if with_tensorboard and "tensorboard" not in names:
         raise ConfigError(
             f"train.report_to={','.join(names) or 'none'} writes nothing that TensorBoard shows; "
@@ -325,7 +325,7 @@ def new_run(call: Call, loaded: LoadedConfig, config: Config) -> RunFolder:
 
 def mixed_precision(config: Config) -> str:
     """Return the compute type as accelerate names it."""
-    name = precision(config)
+    name = config_precision(config)
     return "no" if name == "float32" else name
 
 
@@ -350,7 +350,7 @@ def start_tensorboard(call: Call, logdir: Path) -> str:
     """Start TensorBoard with a run; return the line with its address."""
     from sft_play.monitor import tensorboard
 
-    _, message = tensorboard.start(
+    _, message = tensorboard.start_tensorboard(
         logdir, call.invocation.tb_port, sys.executable, call.environ, call.pid_file
     )
     return f"{message}; make tb-stop ends it"

@@ -61,7 +61,7 @@ def chosen_weights(call: Call) -> RunFolder:
     return model or chosen_run(call)
 
 
-def settings_of(call: Call, run: RunFolder, target: str) -> LoadedConfig:
+def settings_with_given(call: Call, run: RunFolder, target: str) -> LoadedConfig:
     """Return a run's settings with the given ones on top that the target reads.
 
     `is_set` tells which were given. Raises: ConfigError for settings that the target does not read.
@@ -74,11 +74,13 @@ def settings_of(call: Call, run: RunFolder, target: str) -> LoadedConfig:
         if name in read or name not in targets.SETTINGS
     }
     if isinstance(run, ModelFolder):
-        return loader.load(None, environ, call.overrides, resumed=settings_of_model(run, call))
+        return loader.load_merged(
+            None, environ, call.overrides, resumed=settings_of_model(run, call)
+        )
     config = run.read_config()
     values = {path: attrgetter(path)(config) for path in settings()}
     own = _as_layer(values, run.path / "config.yaml")
-    loaded = loader.load(None, environ, call.overrides, resumed=own)
+    loaded = loader.load_merged(None, environ, call.overrides, resumed=own)
     changes = {}
     if loaded.config.train.eval_batch_size == "auto":
         changes["train.eval_batch_size"] = own.layer["train.eval_batch_size"]
@@ -106,7 +108,7 @@ def settings_of_model(model: ModelFolder, call: Call) -> RunSettings:
         "train.fp16": is_fp16,
     }
     if (model.path / stamp.NAME).is_file():
-        values["model.add_tokens"] = stamp.read(model.path).config["model"].get("add_tokens")
+        values["model.add_tokens"] = stamp.read_stamp(model.path).config["model"].get("add_tokens")
     return _as_layer(values, model.path / ("config.json" if model.base is None else ADAPTER_CONFIG))
 
 
@@ -130,7 +132,7 @@ def _refuse_unread(target: str, overrides: Sequence[str]) -> None:
 
 def asked_dtype(call: Call, run: RunFolder, target: str = "merge") -> str | None:
     """Return the dtype in which merged weights are stored, None for the base model's."""
-    asked = settings_of(call, run, target)
+    asked = settings_with_given(call, run, target)
     dtype = asked.config.model.dtype
     return dtype if asked.is_set("model.dtype") and dtype != "auto" else None
 
@@ -159,7 +161,7 @@ def used_alone(run: RunFolder, command: str) -> Iterator[None]:
     Raises: EnvironmentFault, StoppedOnRequest.
     """
     stopped = f"{command} was stopped; nothing was published"
-    with lock.used_alone(run.path), stops.stopped_with(stopped):
+    with lock.keeping_lock(run.path), stops.stopped_with(stopped):
         yield
 
 

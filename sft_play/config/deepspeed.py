@@ -23,10 +23,10 @@ from sft_play.config.deepspeed_json import (
     Fetching,
     fetching,
     find_contradictions,
-    find_problems,
+    find_json_problems,
+    json_precision,
     leaves,
     offloads,
-    precision,
     prefetched_by_auto,
     with_current_offload_keys,
     zero_stage,
@@ -34,7 +34,7 @@ from sft_play.config.deepspeed_json import (
 from sft_play.config.deepspeed_keys import OWN_AUTO
 from sft_play.config.layers import nearest_path
 from sft_play.config.messages import refuse, word
-from sft_play.config.yaml_source import read_json
+from sft_play.config.yaml_source import read_commented_json
 from sft_play.errors import ConfigError
 
 __all__ = [
@@ -42,10 +42,10 @@ __all__ = [
     "DeepSpeedRun",
     "Fetching",
     "fetching",
+    "json_precision",
     "offloads",
-    "precision",
-    "read",
-    "resolve",
+    "read_deepspeed_json",
+    "resolve_deepspeed",
     "zero_stage",
 ]
 
@@ -95,7 +95,7 @@ class DeepSpeedRun:
         }
 
 
-def read(path: str | Path) -> DeepSpeedJson:
+def read_deepspeed_json(path: str | Path) -> DeepSpeedJson:
     """Return the JSON of a file as plain values, "auto" still in it.
 
     Raises: ConfigError with file:line:column for syntax errors, unknown and refused keys, and
@@ -105,16 +105,18 @@ def read(path: str | Path) -> DeepSpeedJson:
         near = nearest_path(path)
         hint = f"did you mean {near}?" if near else "write configs/deepspeed_zero2.json"
         raise ConfigError(f"{VARIABLE}={path}: no such file; {hint}")
-    raw, origins = read_json(Path(path))
+    raw, origins = read_commented_json(Path(path))
     if not isinstance(raw, dict):
         raise ConfigError(f"{path}:1: a DeepSpeed config is an object in braces, not {word(raw)}")
-    problems = find_problems(raw)
+    problems = find_json_problems(raw)
     # YAML, which knows the places, takes some keys of JSON for others
     refuse([f"{origins.get(key, path)}: {key}{sentence}" for key, sentence in problems])
     return raw
 
 
-def resolve(raw: DeepSpeedJson, run: DeepSpeedRun, source: str = VARIABLE) -> DeepSpeedJson:
+def resolve_deepspeed(
+    raw: DeepSpeedJson, run: DeepSpeedRun, source: str = VARIABLE
+) -> DeepSpeedJson:
     """Return the config that DeepSpeed gets: every "auto" a value, and no contradiction to the run.
 
     `source` names the JSON in messages.
@@ -122,7 +124,7 @@ def resolve(raw: DeepSpeedJson, run: DeepSpeedRun, source: str = VARIABLE) -> De
     Raises: ConfigError that lists every contradiction with both values.
     """
     values = run.by_key()
-    problems = find_problems(raw) or find_contradictions(raw, values, run.world_size)
+    problems = find_json_problems(raw) or find_contradictions(raw, values, run.world_size)
     refuse([f"{source}: {key}{sentence}" for key, sentence in problems])
     resolved = copy.deepcopy(raw)
     resolved["bf16"] = {**resolved.pop("bfloat16", {}), **resolved.get("bf16", {})}

@@ -120,7 +120,7 @@ def prefetched_by_auto(hidden_size: int) -> int:
     return int(0.9 * hidden_size * hidden_size)
 
 
-def precision(raw: DeepSpeedJson) -> str | None:
+def json_precision(raw: DeepSpeedJson) -> str | None:
     """Return the precision that the JSON itself sets, "bf16" or "fp16"; None if it sets none."""
     if (value_at(raw, "bf16.enabled") or value_at(raw, "bfloat16.enabled")) is True:
         return "bf16"
@@ -167,7 +167,7 @@ class Problem(NamedTuple):
     sentence: str
 
 
-def find_problems(raw: DeepSpeedJson) -> list[Problem]:
+def find_json_problems(raw: DeepSpeedJson) -> list[Problem]:
     """Return what is wrong in any run: the keys, or the values if all keys are right."""
     problems: list[Problem] = []
     for section, known in SECTIONS.items():
@@ -240,7 +240,7 @@ def _value_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
         value = value_at(raw, key)
         if value not in (None, AUTO) and not isinstance(value, bool):
             yield Problem(key, f'={word(value)} is not valid; write true, false or "auto"')
-    if value_at(raw, "fp16.enabled") is True and precision(raw) == "bf16":
+    if value_at(raw, "fp16.enabled") is True and json_precision(raw) == "bf16":
         yield Problem("fp16.enabled", "=true together with bf16.enabled=true; keep one of them")
 
 

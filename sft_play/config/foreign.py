@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from sft_play.config.layers import plain
+from sft_play.config.layers import plain_value
 from sft_play.config.loader import nested
 from sft_play.config.messages import VALUES, word
-from sft_play.config.present import Line
+from sft_play.config.present import SettingLine
 from sft_play.config.schema import Config, SourceSection, settings
 from sft_play.config.unknown import ADVICE, Suggestion, suggest
 from sft_play.config.yaml_source import Located, parse_scalar, read_mapping
@@ -51,7 +51,7 @@ LENGTH = "model.max_seq_len"
 class Translation(NamedTuple):
     """What of another program's config can be said here, and the rest with its reason."""
 
-    lines: list[Line]
+    lines: list[SettingLine]
     left: list[str]
     packed_tokens: int | None = None  # of a step on each device, if its batch is packed sequences
 
@@ -62,11 +62,11 @@ def translate(source: str) -> Translation:
     What is switched off or empty there says nothing here. A relative path belongs to the file's
     folder. Raises: ConfigError.
     """
-    found: dict[str, Line] = {}
+    found: dict[str, SettingLine] = {}
     left = []
     is_packed = False
     for name, located in _given(source):
-        value = plain(located)
+        value = plain_value(located)
         if value in (None, False, "", [], {}):
             continue
         is_packed |= name in PACKING
@@ -77,7 +77,7 @@ def translate(source: str) -> Translation:
             continue
         path, value = said
         if path not in found or path != "tuning.mode" or value == "qlora":  # lora over 4 bits
-            found[path] = Line(path, value, f"{located.origin}: {name}")
+            found[path] = SettingLine(path, value, f"{located.origin}: {name}")
     batch = [found.pop(path) for path in BATCH if is_packed and path in found]
     packed_tokens = None
     if batch:

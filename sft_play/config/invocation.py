@@ -68,7 +68,7 @@ class Invocation:
     )
 
 
-def read(environ: Mapping[str, str]) -> Invocation:
+def read_invocation(environ: Mapping[str, str]) -> Invocation:
     """Return the variables, typed; an empty one is unset.
 
     Raises: ConfigError that lists every wrong one.

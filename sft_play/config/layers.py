@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 from pydantic_core import PydanticUndefined
 
-from sft_play.config.messages import not_utf8, wanted, word
+from sft_play.config.messages import not_utf8, wanted_value, word
 from sft_play.config.schema import (
     Config,
     Section,
@@ -161,7 +161,7 @@ def _collect_settings(mapping: dict[str, Located], problems: list[str]) -> Layer
             if field is None:
                 problems.append(f"{located.origin}: {_unknown_key(key, located, prefix)}")
             elif path in known and is_structured(path):
-                layer[path] = Located(plain(located), located.origin, located.text)
+                layer[path] = Located(plain_value(located), located.origin, located.text)
             elif path in known:
                 layer[path] = located
             elif isinstance(located.value, dict):
@@ -177,13 +177,13 @@ def _collect_settings(mapping: dict[str, Located], problems: list[str]) -> Layer
     return layer
 
 
-def plain(value: Located | YamlValue) -> YamlValue:
+def plain_value(value: Located | YamlValue) -> YamlValue:
     """Return a value as plain mappings, lists and scalars, without its origins."""
     if isinstance(value, Located):
-        return plain(value.value)
+        return plain_value(value.value)
     if isinstance(value, dict):
-        return {key: plain(part) for key, part in value.items()}
-    return [plain(part) for part in value] if isinstance(value, list) else value
+        return {key: plain_value(part) for key, part in value.items()}
+    return [plain_value(part) for part in value] if isinstance(value, list) else value
 
 
 def _unknown_key(key: str, located: Located, prefix: str) -> str:
@@ -280,7 +280,9 @@ def _read_word(path: str, text: str, origin: str, problems: list[str]) -> Locate
         return Located(_parse_word(path, text), origin, text)
     except (yaml.YAMLError, RecursionError):
         if is_structured(path):
-            problems.append(f"{origin}: {path}={word(text)} cannot be read; write {wanted(path)}")
+            problems.append(
+                f"{origin}: {path}={word(text)} cannot be read; write {wanted_value(path)}"
+            )
             return Located(None, origin, text)
         problems.append(
             f"{origin}: {path}={text} cannot be read; "

@@ -94,7 +94,7 @@ def set_variables(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def load(
+def load_merged(
     config_path: str | None = None,
     environ: Mapping[str, str] | None = None,
     overrides: Iterable[str] = (),
@@ -145,7 +145,7 @@ def given_value(
 ) -> YamlValue:
     """Return what CONFIG, the environment or --set say of a setting, None if they do not.
 
-    What is wrong with the other settings is for `load` to say.
+    What is wrong with the other settings is for `load_merged` to say.
     Raises: ConfigError for a CONFIG that cannot be read.
     """
     problems: list[str] = []

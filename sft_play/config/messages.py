@@ -113,7 +113,7 @@ def invalid(path: str, located: Located) -> str:
     value = located.value
     typed = word(value) if located.text is None else _shorten(located.text)
     known = VALUES.get((path, value)) if isinstance(value, str) else None
-    write = f"write {wanted(path) if known is None else word(known)}"
+    write = f"write {wanted_value(path) if known is None else word(known)}"
     if value == "reduce_lr_on_plateau":
         write = PLATEAU
     if value is None and not typed:
@@ -158,7 +158,7 @@ def _kinds(path: str) -> list[Mapping[str, Any]]:
     return schema.get("anyOf", [schema])
 
 
-def wanted(path: str) -> str:
+def wanted_value(path: str) -> str:
     """Return what a setting takes, by the schema: `a whole number of at least 1, or auto`."""
     field = settings()[path]
     special = (field.json_schema_extra or {}).get("write")

@@ -41,7 +41,7 @@ def score_name(metric: str) -> str:
     return function["name"] if function else metric
 
 
-def find_problems(metrics: Sequence[str]) -> list[str]:
+def find_metric_problems(metrics: Sequence[str]) -> list[str]:
     """Return why metrics cannot be computed, and what to type; [] if all can."""
     problems = [problem for metric in metrics if (problem := _problem(metric))]
     keys = Counter(map(score_name, metrics))

@@ -74,6 +74,6 @@ CLASSES = {
 }
 
 
-def of_class(kind: OnResume) -> list[str]:
+def settings_of_class(kind: OnResume) -> list[str]:
     """Return the settings of a class, in the order of the schema."""
     return [path for path in settings() if CLASSES.get(path) is kind]

@@ -37,7 +37,7 @@ MEETING_POINT = frozenset({"MASTER_ADDR", "MASTER_PORT"})  # make's too, for sev
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchPlace:
     """One process among those of a launch."""
 
     rank: int
@@ -84,7 +84,7 @@ class Place:
         return variables
 
 
-def read(environ: Mapping[str, str]) -> Place | None:
+def read_place(environ: Mapping[str, str]) -> LaunchPlace | None:
     """Return the place of this process, None if no other process belongs to it.
 
     Raises: ConfigError that lists every variable that is missing or wrong.
@@ -106,7 +106,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
                 "machine runs one)"
             )
         local_rank, local_world_size = rank, world_size
-    place = Place(
+    place = LaunchPlace(
         rank,
         world_size,
         local_rank,
@@ -121,7 +121,7 @@ def read(environ: Mapping[str, str]) -> Place | None:
     return place if world_size > 1 or place.uses_deepspeed else None
 
 
-def without_launcher(environ: Mapping[str, str], place: Place | None) -> dict[str, str]:
+def without_launcher(environ: Mapping[str, str], place: LaunchPlace | None) -> dict[str, str]:
     """Return the environment without what a launcher has set; torchrun's ranks need some of it."""
     names = MEETING_POINT if place is not None else frozenset()
     return {
@@ -149,7 +149,7 @@ def _derive(environ: Mapping[str, str]) -> dict[str, str]:
     return {"LOCAL_WORLD_SIZE": size} if size and rank == local_rank and is_here else {}
 
 
-def as_for_make(environ: Mapping[str, str], place: Place) -> dict[str, str]:
+def as_for_make(environ: Mapping[str, str], place: LaunchPlace) -> dict[str, str]:
     """Return the environment, without what a launcher has set, in which make starts the same run.
 
     Raises: ConfigError if NUM_GPUS says otherwise than the launcher did.
@@ -172,7 +172,7 @@ def as_for_make(environ: Mapping[str, str], place: Place) -> dict[str, str]:
     return {**environ, **variables}
 
 
-def remarks(environ: Mapping[str, str], place: Place | None) -> list[str]:
+def remarks(environ: Mapping[str, str], place: LaunchPlace | None) -> list[str]:
     """Return a sentence for what was derived, and for what launchers were told and is dropped.
 
     At a place, the launcher itself has set most of these variables, and read the others.
@@ -212,7 +212,7 @@ def _pair(words: Words, rank_name: str, size_name: str) -> tuple[int | None, int
     return words.whole_number(rank_name, 0), words.whole_number(size_name, 1)
 
 
-def _refuse_impossible(place: Place) -> None:
+def _refuse_impossible(place: LaunchPlace) -> None:
     """Refuse numbers that no launch has. Raises ConfigError."""
     problems = []
     for name, rank, size in (

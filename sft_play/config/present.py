@@ -14,7 +14,7 @@ VALUE_WIDTH = 32  # a longer value moves its own origin to the right, not everyo
 LINE_LENGTH = 1000
 
 
-def as_json(loaded: LoadedConfig) -> dict[str, Any]:
+def settings_json(loaded: LoadedConfig) -> dict[str, Any]:
     """Return `{"values": {"train": {...}}, "origin": {"train.batch_size": "configs/a.yaml:7"}}`."""
     return {"values": loaded.config.model_dump(mode="json"), "origin": dict(loaded.origin)}
 
@@ -46,7 +46,7 @@ INDENT = "  "
 
 
 @dataclass(frozen=True)
-class Line:
+class SettingLine:
     """A setting of the file."""
 
     path: str  # dotted name
@@ -54,7 +54,7 @@ class Line:
     comment: str
 
 
-def commented_yaml(header: Sequence[str], lines: Sequence[Line]) -> str:
+def commented_yaml(header: Sequence[str], lines: Sequence[SettingLine]) -> str:
     """Return the text of a config; the settings of a section stand together.
 
     >>> print(commented_yaml(["a header"], [Line("train.epochs", 3, "few rows")]), end="")

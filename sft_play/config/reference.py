@@ -6,7 +6,7 @@ from itertools import groupby
 from sft_play.config.invocation import Invocation
 from sft_play.config.layers import defaults
 from sft_play.config.loader import PROJECT_ROOT
-from sft_play.config.messages import wanted, word
+from sft_play.config.messages import wanted_value, word
 from sft_play.config.schema import env_name, settings
 
 PAGE = PROJECT_ROOT / "docs" / "configuration.md"
@@ -26,7 +26,9 @@ def markdown() -> str:
         for path in paths:
             default = word(built_in[path].value)
             meaning = settings()[path].description
-            rows.append((f"`{path}`", f"`{env_name(path)}`", f"`{default}`", wanted(path), meaning))
+            rows.append(
+                (f"`{path}`", f"`{env_name(path)}`", f"`{default}`", wanted_value(path), meaning)
+            )
         parts.append(f"## {section}\n\n{_table(TITLES, rows)}")
     variables = []
     for field in fields(Invocation):

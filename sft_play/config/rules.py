@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sft_play.config import schedules
 from sft_play.config.backends import LORA_OPTIONS, UNSLOTH, backend_of
-from sft_play.config.metrics import find_problems, produced
+from sft_play.config.metrics import find_metric_problems, produced
 from sft_play.config.schema import Config, LoraSection, SourceSection
 from sft_play.config.sections.model import EMBEDDINGS, HEADS
 
@@ -55,7 +55,9 @@ def _saves_apart(config: Config) -> bool:
 def _metric_problems(config: Config, described: Callable[[str], str]) -> list[str]:
     """Return a sentence for every metric that is never produced."""
     train = config.train
-    problems = [f"{described('train.metrics')}: {why}" for why in find_problems(train.metrics)]
+    problems = [
+        f"{described('train.metrics')}: {why}" for why in find_metric_problems(train.metrics)
+    ]
     names = produced(train.metrics, train.predict_with_generate)
     sources = config.data.val_path if isinstance(config.data.val_path, list) else []
     if len(sources) > 1:  # a loss for each of them
@@ -376,11 +378,11 @@ def broken(config: Config, described: Callable[[str], str]) -> list[str]:
         for rule in RULES
         if rule.when(config)
     ]
-    of_schedule = schedules.find_problems(config.train, described)
+    of_schedule = schedules.find_option_problems(config.train, described)
     return [*found, *of_schedule, *_metric_problems(config, described)]
 
 
-def without_effect(
+def without_effect_on_strategy(
     config: Config, is_set: Callable[[str], bool], described: Callable[[str], str]
 ) -> list[str]:
     """Return a sentence for each number of steps that the user set and no strategy reads.

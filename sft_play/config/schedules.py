@@ -70,7 +70,7 @@ def count_steps(wanted: float, steps: int) -> int:
     return math.ceil(wanted * steps) if wanted < 1 else int(wanted)
 
 
-def find_problems(train: "TrainSection", described: Callable[[str], str]) -> Iterator[str]:
+def find_option_problems(train: "TrainSection", described: Callable[[str], str]) -> Iterator[str]:
     """Yield a sentence for each option that the schedule does not have or cannot use."""
     kind, options = train.lr_scheduler_type, train.lr_scheduler_kwargs
     shown = described("train.lr_scheduler_kwargs")

@@ -153,7 +153,7 @@ TARGET_SYNONYMS = names_by_meaning(
 )
 
 
-def refuse_unread(environ: Mapping[str, str]) -> None:
+def refuse_unread_variables(environ: Mapping[str, str]) -> None:
     """Refuse tokens on make's command line, and variables that none of its targets reads.
 
     Raises: ConfigError that says what each most likely means, or which targets read it.
@@ -184,7 +184,7 @@ def problem_with(name: str, goals: list[str]) -> str | None:
     if name not in OURS:
         return f"{name}: {targets} has no such variable; {suggest_variable(name).clause()}"
     readers = [target for target, names in READS.items() if name in names]
-    sentence = f"{name}: {targets} does not read it, but {in_short(readers)}"
+    sentence = f"{name}: {targets} does not read it, but {short_targets(readers)}"
     meant = SYNONYMS.get(name)
     if meant in read:
         return f"{sentence}; did you mean {meant}?"
@@ -253,7 +253,7 @@ def suggest_variable(name: str, known: frozenset[str] = OURS) -> Suggestion:
     return Suggestion(advice=LISTED)
 
 
-def in_short(targets: Iterable[str]) -> str:
+def short_targets(targets: Iterable[str]) -> str:
     """Return `make train and plan do`, without `train-tb` and the like if all that train do."""
     names = list(targets)
     if "train" in names:

@@ -158,7 +158,7 @@ class JsonFile(NamedTuple):
     origins: dict[str, str]
 
 
-def read_json(path: Path) -> JsonFile:
+def read_commented_json(path: Path) -> JsonFile:
     """Return what a JSON file with comments and trailing commas has.
 
     Raises: ConfigError with file:line:column for syntax errors and duplicate keys, with file:line

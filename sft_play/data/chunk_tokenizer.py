@@ -26,7 +26,7 @@ from sft_play.data.limits import (
     TEMPLATE_REMEDY,
     TOKENIZER_REMEDY,
     find_excess,
-    limited,
+    limited_resources,
 )
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
@@ -166,7 +166,7 @@ class ChunkTokenizer:
         records = self._parse(task, done)
         done.image_states = dict(states)
         parsed = [row for rows in records.values() for row in rows]
-        with limited(*_limits(task.chunk)):
+        with limited_resources(*_limits(task.chunk)):
             rendered = iter(self._renderer.render(parsed))
         stored: list[StoredSample] = []
         for number, rows in records.items():

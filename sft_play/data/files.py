@@ -221,7 +221,7 @@ def _text_chunks(path: Path, rows_per_chunk: int, line_by_line: bool) -> Iterato
             refuse_other_content(path, stream.peek(FIRST_BYTES), is_unpacked=True)
         text_files.refuse_wide_encoding(path, stream.peek(4)[:4])
         if suffix == ".json":
-            records = json_files.read_json(path, stream)
+            records = json_files.iter_json_rows(path, stream)
         elif suffix in DELIMITERS:
             # invalid UTF-8 becomes surrogates, so that an error can name its row
             text = io.TextIOWrapper(

@@ -17,7 +17,7 @@ from sft_play.data.text_files import (
     TYPE_NAMES,
     InvalidJsonError,
     conversion_hint,
-    explain,
+    explain_bad_json,
     parse_json,
     split_columns,
     without_long_lines,
@@ -92,7 +92,7 @@ class JsonText:
             try:
                 _, end = SCANNER.raw_decode(self.text, self.position)
             except RecursionError as error:
-                raise DataError(f"{self.path}{self.row}: {explain(error)}") from None
+                raise DataError(f"{self.path}{self.row}: {explain_bad_json(error)}") from None
             except json.JSONDecodeError as error:
                 error.lineno, error.colno = self.place(error.pos)
                 is_cut = (
@@ -100,14 +100,14 @@ class JsonText:
                 )
                 if is_cut and self.grow():
                     continue
-                raise DataError(f"{self.path}{self.row}: {explain(error)}") from None
+                raise DataError(f"{self.path}{self.row}: {explain_bad_json(error)}") from None
             value = self.text[self.position : end]
             if end < len(self.text) or not self.grow():  # more digits of a number may follow
                 self.position += len(value)
                 return value
 
 
-def read_json(path: Path, stream: IO[bytes]) -> NumberedRecords:
+def iter_json_rows(path: Path, stream: IO[bytes]) -> NumberedRecords:
     """Yield the rows of a .json file: of a list, of one object, or of one object per line.
 
     Raises DataError.

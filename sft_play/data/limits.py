@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sft_play import stops
 from sft_play.errors import DataError, first_line
-from sft_play.progress import Stage, watched
+from sft_play.progress import Stage, watched_stage
 
 # A template writes a long conversation in a few milliseconds
 CPU_SECONDS = 3
@@ -32,7 +32,7 @@ TOKENIZER_REMEDY = "correct tokenizer.json, or get the model again"
 
 
 @contextlib.contextmanager
-def limited(seconds: float, grown_bytes: int) -> Iterator[None]:
+def limited_resources(seconds: float, grown_bytes: int) -> Iterator[None]:
     """Make the kernel end this process after `seconds` of computing inside, and refuse memory.
 
     In that case Python raises MemoryError; C and Rust abort.
@@ -73,13 +73,13 @@ def find_excess(
             for stream in (1, 2):  # the parent reports it again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
             os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads do not survive a fork
-            with limited(seconds, grown_bytes):
+            with limited_resources(seconds, grown_bytes):
                 call()
         except MemoryError:
             is_short = True
         finally:
             os._exit(is_short)  # the parent gets any other error again
-    with watched(Stage(title), is_shown=title != ""):  # not before the fork: it has a thread
+    with watched_stage(Stage(title), is_shown=title != ""):  # not before the fork: it has a thread
         _, status = os.waitpid(child, 0)
     end = os.waitstatus_to_exitcode(status)
     if end == -signal.SIGXCPU:

@@ -18,7 +18,7 @@ from sft_play.data.packing import (
     batch_shape,
     deal_micro_batches,
     document_cost,
-    pack,
+    pack_documents,
     pack_for_ranks,
 )
 from sft_play.plan.step import Layout
@@ -178,7 +178,7 @@ def fullest_step(
             if limits[step] <= fullest:
                 break
             documents = samples[step][samples[step] > 0].tolist()
-            fullest = max(fullest, len(pack(documents, layout.max_seq_len)))
+            fullest = max(fullest, len(pack_documents(documents, layout.max_seq_len)))
     return fullest
 
 

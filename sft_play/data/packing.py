@@ -20,7 +20,7 @@ ROW_STEP = 64
 MOST_ROW_PADDING = 1 / 32
 
 
-def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return the indices of documents for each sequence of at most `capacity` tokens.
 
     Best-fit decreasing: the longest document goes first, each into the fullest sequence that still
@@ -185,10 +185,10 @@ def pack_shortest(lengths: Sequence[int], max_sequences: int, max_seq_len: int) 
     """
     mean_tokens = -(-sum(lengths) // max_sequences)
     capacity = max(padded_width(max(lengths), max_seq_len), mean_tokens)
-    sequences = pack(lengths, min(capacity, max_seq_len))
+    sequences = pack_documents(lengths, min(capacity, max_seq_len))
     while len(sequences) > max_sequences and capacity < max_seq_len:
         capacity = min(max_seq_len, capacity + max(8, capacity // 64))
-        sequences = pack(lengths, capacity)
+        sequences = pack_documents(lengths, capacity)
     # packing fills all except the last ones
 
     def width(packed: list[list[int]]) -> int:

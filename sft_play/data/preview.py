@@ -67,10 +67,12 @@ class PreviewSequence:
         origin = f"{len(self.documents)} documents"
         if len(self.documents) == 1:
             origin = self.documents[0].origin
-        return f"{self.split}  {origin}  {counts(self.documents)}  ({', '.join(self.reasons)})"
+        return (
+            f"{self.split}  {origin}  {token_counts(self.documents)}  ({', '.join(self.reasons)})"
+        )
 
 
-def counts(documents: Sequence[PreviewDocument]) -> str:
+def token_counts(documents: Sequence[PreviewDocument]) -> str:
     """Return the tokens of documents, and how many of them are trained."""
     tokens = trained = 0
     for span in chain.from_iterable(document.spans for document in documents):
@@ -264,7 +266,7 @@ def fragments(sequence: PreviewSequence) -> Iterator[Fragment]:
     for number, document in enumerate(sequence.documents[:MAX_DOCUMENTS], 1):
         if len(sequence.documents) > 1:
             origin = make_visible(document.origin)
-            yield f"┄┄ document {number}: {origin}  {counts([document])}\n", FAINT
+            yield f"┄┄ document {number}: {origin}  {token_counts([document])}\n", FAINT
         if document.note:
             yield f"┄┄ {document.note}\n", FAINT
         spans = document.spans

@@ -10,7 +10,7 @@ from itertools import groupby
 
 from sft_play.data.images import decode, encode_small
 from sft_play.data.ledger import Ledger, Table, padding_lines, source_tables, split_table
-from sft_play.data.preview import PreviewDocument, PreviewSequence, TokenSpan, counts
+from sft_play.data.preview import PreviewDocument, PreviewSequence, TokenSpan, token_counts
 from sft_play.data.rows import make_visible
 
 THUMBNAIL = 128  # pixels of a side, at most
@@ -133,7 +133,7 @@ def _sequence_html(sequence: PreviewSequence) -> str:
         title = _document_title(documents[0])
         body = _document_html(documents[0])
     else:
-        title = f"{len(documents)} documents · {counts(documents)}"
+        title = f"{len(documents)} documents · {token_counts(documents)}"
         body = ""
         for number, document in enumerate(documents, 1):
             body += f"<h3>document {number}: {_document_title(document)}</h3>\n"
@@ -147,7 +147,7 @@ def _sequence_html(sequence: PreviewSequence) -> str:
 
 
 def _document_title(document: PreviewDocument) -> str:
-    return f"{_text(document.origin)} · {counts([document])}"
+    return f"{_text(document.origin)} · {token_counts([document])}"
 
 
 def _document_html(document: PreviewDocument) -> str:

@@ -20,7 +20,7 @@ from sft_play.data.templates import ChatTemplate, RenderError, stop_ids, templat
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
 from sft_play.data.training_text import (
     IGNORE_INDEX,
-    Answer,
+    AnswerSpan,
     RenderedSample,
     Samples,
     TrainingTextBuilder,
@@ -216,7 +216,7 @@ class Renderer:
         labels = [IGNORE_INDEX] * len(ids)
         weights = [1.0] * len(ids)
         apart: Samples = []
-        last: Answer | None = None
+        last: AnswerSpan | None = None
         for answer in text.answers:
             weight = messages[answer.message].weight
             try:
@@ -242,7 +242,9 @@ class Renderer:
         )
         return [*apart, sample]
 
-    def _label_apart(self, text: RenderedSample, answer: Answer, weight: float) -> RenderedSample:
+    def _label_apart(
+        self, text: RenderedSample, answer: AnswerSpan, weight: float
+    ) -> RenderedSample:
         """Return the sample of one answer, its tokens after those of the prompt."""
         written = text.text[answer.start : answer.end]
         prompt, ids = self._special.encode([text.text[: answer.start], written])
@@ -262,7 +264,7 @@ class Renderer:
         )
 
     def _find_answer(
-        self, text: RenderedSample, answer: Answer, tail_ids: list[int]
+        self, text: RenderedSample, answer: AnswerSpan, tail_ids: list[int]
     ) -> tuple[int, int]:
         """Return the start and end of the tokens of an answer with its stop token.
 

@@ -35,7 +35,7 @@ from sft_play.data.sources import (
 from sft_play.errors import DataError
 from sft_play.plan import sources
 from sft_play.plan.config_json import fetched_commits, find_file, find_folder
-from sft_play.plan.counting import digest_of_code, versions
+from sft_play.plan.counting import counting_versions, digest_of_code
 from sft_play.plan.recipe import RowFacts
 from sft_play.plan.workload import CHARACTERS_PER_TOKEN, Counted, epoch_rows
 from sft_play.runs.files import read_json, write_json
@@ -54,7 +54,7 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
-class Beginning:
+class SourceHead:
     """The first READ_BYTES of a source, or all of a smaller one."""
 
     source: Source
@@ -155,7 +155,7 @@ def record_counts(config: Config, data: "RunData") -> None:
     write_json(_record_path(config, config.model.max_seq_len), asdict(counted))
 
 
-def _read_beginnings(config: Config, may_fetch: bool) -> list[Beginning]:
+def _read_beginnings(config: Config, may_fetch: bool) -> list[SourceHead]:
     """Return the start of each training source. Raises: DataError if one has no row."""
     begun = []
     for section in source_sections(config.data.train_path):
@@ -179,11 +179,11 @@ def _read_beginnings(config: Config, may_fetch: bool) -> list[Beginning]:
         if section.choice:
             start, stop = source.bounds(round(all_rows))
             all_rows = min(section.rows or all_rows, max(0, stop - start), all_rows)
-        begun.append(Beginning(source, chunks, rows, all_rows))
+        begun.append(SourceHead(source, chunks, rows, all_rows))
     return begun
 
 
-def _draw(begun: Beginning, share: float, all_shares: float) -> list[ChunkTask]:
+def _draw(begun: SourceHead, share: float, all_shares: float) -> list[ChunkTask]:
     """Return a source's share of SAMPLED_ROWS, the same rows each time.
 
     They are drawn at random: rows at equal distances may be all alike.
@@ -247,7 +247,7 @@ def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
     """
     model, environ = config.model, environment()
     facts: list[Any] = [config.data.model_dump(), model.model_dump(exclude={"max_seq_len"})]
-    facts += [max_seq_len, config.train.order_seed, versions(), digest_of_code("data/*.*")]
+    facts += [max_seq_len, config.train.order_seed, counting_versions(), digest_of_code("data/*.*")]
     for name in SETTINGS.values():
         for section in source_sections(getattr(config.data, name)):
             if not Path(section.path).exists():

@@ -21,7 +21,7 @@ from sft_play.data.rows import Columns, Json
 from sft_play.data.text_files import split_of
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.plan.config_json import go_offline_without_network
-from sft_play.progress import Stage, watched
+from sft_play.progress import Stage, watched_stage
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,7 @@ def name_of(section: SourceSection) -> str:
 def digest_source(source: Source) -> str:
     """Return the SHA-256 of the contents of a source's files."""
     size = f"{source.file_bytes / 1e9:.1f} GB"
-    with watched(Stage(f"reading {source.name}", measure=lambda: size)):
+    with watched_stage(Stage(f"reading {source.name}", measure=lambda: size)):
         try:
             return digest_files(source.files, source.section.choice)
         except FileNotFoundError:

@@ -76,7 +76,7 @@ def parse_json(data: bytes | str) -> Any:
     try:
         return STRICT.decode(data.decode("utf-8") if isinstance(data, bytes) else data)
     except (ValueError, RecursionError) as error:
-        raise InvalidJsonError(explain(error)) from None
+        raise InvalidJsonError(explain_bad_json(error)) from None
 
 
 def parse_json_line(line: bytes) -> Json | UnreadableRecord:
@@ -187,7 +187,7 @@ def split_columns(value: Json) -> Any:
     return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def explain(error: ValueError | RecursionError) -> str:
+def explain_bad_json(error: ValueError | RecursionError) -> str:
     """Return why a text is not JSON."""
     match error:
         case UnicodeDecodeError():

@@ -49,7 +49,7 @@ class Thought(NamedTuple):
     answer: str
 
 
-class Block(NamedTuple):
+class ThinkBlock(NamedTuple):
     """The marks of a think block, and its usual start and end."""
 
     opened: str
@@ -62,7 +62,7 @@ class Block(NamedTuple):
         return f"{self.opened}{self.usual_start}{reasoning}{self.usual_end}"
 
 
-BLOCKS = tuple(Block(**facts) for facts in FORMS["blocks"])
+BLOCKS = tuple(ThinkBlock(**facts) for facts in FORMS["blocks"])
 THINK = BLOCKS[0]
 OPENED = tuple(block.opened for block in BLOCKS)
 CLOSED = tuple(block.closed for block in BLOCKS)
@@ -116,7 +116,7 @@ class AskedAnswer:
         return template.render_both([*self.messages[: self.index], answer], self.row.tools)
 
 
-def _find_block(prompt: str) -> Block | None:
+def _find_block(prompt: str) -> ThinkBlock | None:
     """Return the think block at the end of a prompt, open or closed."""
     ends = prompt.rstrip().endswith
     return next((block for block in BLOCKS if ends((block.opened, block.closed))), None)
@@ -142,7 +142,7 @@ class _Form(NamedTuple):
     """How a template handles reasoning."""
 
     kind: Literal["field", "content", "marks"]
-    block: Block = THINK
+    block: ThinkBlock = THINK
     takes_content: bool = False  # it writes reasoning within a content unchanged
 
 
@@ -222,7 +222,7 @@ class ThoughtPolicy:
         answer_text = plain.removeprefix(prompt)
         for block in BLOCKS:
             if answer_text.startswith(block.opened + block.closed):  # empty, without line breaks
-                return _Form("marks", Block(block.opened, block.closed, block.closed))
+                return _Form("marks", ThinkBlock(block.opened, block.closed, block.closed))
             if block is not THINK and block.opened in self._template.jinja:
                 return _Form("marks", block)
         return _Form("content" if inside in within else "field")
@@ -305,7 +305,7 @@ class ThoughtPolicy:
                 return f"MODEL_TEMPLATE_KWARGS='{{{name}: {str(on).lower()}}}'"
         return None
 
-    def _find_block_end(self, block: Block, asked: AskedAnswer) -> str:
+    def _find_block_end(self, block: ThinkBlock, asked: AskedAnswer) -> str:
         """Return how the template ends a think block, determined with test words."""
         words = f"Answer{PROBE}"
         prompt, text = asked.render(self._template, content=words, reasoning_content=PROBE)

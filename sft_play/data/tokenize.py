@@ -197,7 +197,7 @@ def build_store(
     first = next(tasks)
     # load the processor before the processes start, which share it
     shows_images = find_images(first, config) and tokenize.processor.reads_images
-    processes = count_processes(source.file_bytes, shows_images)
+    processes = count_tokenizing_processes(source.file_bytes, shows_images)
     tasks = _prepare_tasks(chain([first], tasks), shows_images, group_by)
     with (
         StoreWriter(folder) as writer,
@@ -254,7 +254,7 @@ def find_images(task: ChunkTask, config: Config) -> bool:
     return bool(prompt.images.states)
 
 
-def count_processes(file_bytes: int, shows_images: bool = False) -> int:
+def count_tokenizing_processes(file_bytes: int, shows_images: bool = False) -> int:
     """Return how many processes tokenize files of this size."""
     if file_bytes < MIN_PARALLEL_BYTES and not shows_images:
         return 1

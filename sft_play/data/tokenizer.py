@@ -31,7 +31,7 @@ from sft_play.data.template_sources import FindFile, find_template
 from sft_play.data.templates import BASE_STOPS
 from sft_play.errors import EnvironmentFault, first_line, of_os_error
 from sft_play.plan.base_model import POINTER
-from sft_play.progress import Stage, watched
+from sft_play.progress import Stage, watched_stage
 from sft_play.runs.model_folder import read_object
 
 # Vocabulary files: the only tokenizer file of some models, next to tokenizer_config.json in others
@@ -114,7 +114,7 @@ def load_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """
     model = config.model
     find = functools.partial(fetch_file, model)
-    with watched(Stage(f"loading the tokenizer of {model.name}")):
+    with watched_stage(Stage(f"loading the tokenizer of {model.name}")):
         tokenizer = _load(model, find)
     if str(tokenizer.init_kwargs.get("vocab_file")).endswith("tekken.json"):
         for role, token in TEKKEN.items():

@@ -61,7 +61,7 @@ TRIMMED = (
 
 
 @dataclass(slots=True)
-class Answer:
+class AnswerSpan:
     """The characters of one trained answer in a text."""
 
     message: int  # its index in the conversation
@@ -87,7 +87,7 @@ class RenderedSample:
     images: Images = field(default=(), repr=False)  # represented by its ids
     text: str = field(default="", repr=False, compare=False)  # source text of its ids
     # The trained answers in the text of a conversation, in order
-    answers: list[Answer] = field(default_factory=list, repr=False, compare=False)
+    answers: list[AnswerSpan] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def trained_tokens(self) -> int:
@@ -281,7 +281,7 @@ class TrainingTextBuilder:
             text += begun[0] if begun else self._eos
             end = len(text)
         images = tuple(chain.from_iterable(map(get_images, asked)))
-        answer = Answer(index, start, stop, end, images)
+        answer = AnswerSpan(index, start, stop, end, images)
         return RenderedSample([], [], notes=notes, text=text, answers=[answer])
 
     def _refuse_stop(self, message: Message, where: str) -> None:

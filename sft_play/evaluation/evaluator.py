@@ -26,7 +26,7 @@ from sft_play.data.splits import drawn, question_indices
 from sft_play.data.store import Split
 from sft_play.errors import DivergedError
 from sft_play.evaluation.generate import (
-    Answer,
+    GeneratedAnswer,
     Generator,
     StopWhen,
     room_for,
@@ -50,7 +50,7 @@ from sft_play.models.fast.loss.head import (
 )
 from sft_play.models.sharding import resharding
 from sft_play.process import Process
-from sft_play.progress import Stage, watched
+from sft_play.progress import Stage, watched_stage
 
 Found = TypeVar("Found")
 LONG_SECONDS = 20  # of generation, from which on its lines say what leaves it out
@@ -143,7 +143,7 @@ class Evaluator:
                 found.setdefault(name, []).append(row)
         return {name: mean_loss(found[name]) for name in sorted(found)}
 
-    def _answer_scores(self, answers: Sequence[Answer]) -> tuple[MetricScore, ...]:
+    def _answer_scores(self, answers: Sequence[GeneratedAnswer]) -> tuple[MetricScore, ...]:
         """Return ROUGE-L and the scores of train.metrics, those of rank 0.
 
         A function of the user's may be slow, or draw.
@@ -162,7 +162,7 @@ class Evaluator:
         """Return the loss of every row, in order, on every rank."""
         nats_of_batches = []
         stage = Stage("evaluating the loss", len(self.scored))
-        with self.process.autocast(), watched(stage, self.process.is_main):
+        with self.process.autocast(), watched_stage(stage, self.process.is_main):
             for batch in self._loss_batches:
                 nats_of_batches.append(self.nats_of_rows(model, batch))
                 self._advance(stage, self.batch_size)
@@ -190,14 +190,14 @@ class Evaluator:
         nll = fused_nll(model, model, arguments, rows.loss)
         return nll if self.context is None else self.context.add(nll)
 
-    def answers(self, model: torch.nn.Module) -> list[Answer]:
+    def answers(self, model: torch.nn.Module) -> list[GeneratedAnswer]:
         """Return the generated answers to the questions, in order, on every rank.
 
         Generated ids stay on the GPU for eval_accumulation_steps batches, because decoding
         synchronizes with it.
         """
         accumulation_steps = self.train.eval_accumulation_steps or 1
-        own: dict[int, Answer] = {}
+        own: dict[int, GeneratedAnswer] = {}
         pending: list[tuple[list[int], torch.Tensor]] = []  # numbers of questions, ids (B, N)
         # a batch may take minutes; bool() is False
         step = StopWhen(self.is_stopping or bool)
@@ -210,7 +210,7 @@ class Evaluator:
             return within
 
         stage = Stage("generating answers", len(self.question_indices), "answers", pace)
-        with watched(stage, self.process.is_main):
+        with watched_stage(stage, self.process.is_main):
             for numbers, prompts in self._prompt_batches(model):
                 for part, ids in self.generator.generate_or_halve(model, prompts, stopping):
                     pending.append((numbers[part], ids))
@@ -234,9 +234,11 @@ class Evaluator:
             raise EvaluationStopped
         stage.advance(min(rows * self.process.world_size, stage.total - stage.done))
 
-    def _decode(self, batches: Sequence[tuple[list[int], torch.Tensor]]) -> dict[int, Answer]:
+    def _decode(
+        self, batches: Sequence[tuple[list[int], torch.Tensor]]
+    ) -> dict[int, GeneratedAnswer]:
         """Return the generated answers by the number of their question, without fillers."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, GeneratedAnswer] = {}
         for numbers, ids in batches:
             for number, answer in zip(numbers, self.generator.decode(ids), strict=True):
                 if number >= 0:

@@ -50,7 +50,7 @@ CACHE_COPIES = 2  # of a layer, while its cache is made one token longer
 SCORE_COPIES = 3  # of the scores of a token: the head's, in float32, and processed
 
 
-class Answer(NamedTuple):
+class GeneratedAnswer(NamedTuple):
     """A generated answer."""
 
     text: str  # without special tokens
@@ -205,14 +205,14 @@ class Generator:
             waiting[:0] = [slice(part.start, middle), slice(middle, part.stop)]
         return found
 
-    def decode(self, ids: torch.Tensor) -> list[Answer]:
+    def decode(self, ids: torch.Tensor) -> list[GeneratedAnswer]:
         """Return the answers of generated ids (B, N). Synchronizes with the GPU."""
         ids = ids.cpu()
         has_ended = torch.isin(ids, torch.tensor(self.stops)).any(dim=1).tolist()
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         space = template_space(self.tokenizer)
         return [
-            Answer(space.without(text), was_cut=not ended)
+            GeneratedAnswer(space.without(text), was_cut=not ended)
             for text, ended in zip(texts, has_ended, strict=True)
         ]
 

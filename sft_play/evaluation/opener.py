@@ -34,7 +34,7 @@ SECONDS = 3600
 _waiting: list[tuple[int, int]] = []  # its process id, and the pipe on which it waits
 
 
-def start() -> None:
+def fork_opener() -> None:
     """Fork the process. Call it before CUDA is used, and before anything that changes libraries.
 
     Its variables are those of now, without a launcher's. A second call does nothing.
@@ -71,7 +71,7 @@ def dismiss() -> None:
         os.waitpid(pid, 0)
 
 
-def run(asked: Path, answered: Path, printed: Path) -> int:
+def run_opener(asked: Path, answered: Path, printed: Path) -> int:
     """Run the script in the process that waits, else in one that is started now.
 
     Return its exit code; what it prints is in `printed`.

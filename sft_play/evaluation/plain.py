@@ -83,28 +83,28 @@ def outputs_of(logits: Tensor, labels: Tensor, tokens: Tensor | None = None) -> 
                 rest=log_probs.scatter(1, kept, -torch.inf).logsumexp(-1),
             )
         )
-    return joined(parts)
+    return joined_outputs(parts)
 
 
-def joined(parts: list[Outputs]) -> Outputs:
+def joined_outputs(parts: list[Outputs]) -> Outputs:
     """Return the outputs for several parts of the labels as one, on the CPU."""
     return Outputs._make(torch.cat(tensors).cpu() for tensors in zip(*parts, strict=True))
 
 
-def end_with_parent(parent: int) -> None:
+def end_with_asker(parent: int) -> None:
     """End this process once the run that asks is gone."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
-def answer(asked: str, answered: str) -> None:
+def answer_request(asked: str, answered: str) -> None:
     """Answer the request in the file `asked`, in the file `answered`."""
     from safetensors.torch import load_file, save_file
 
     with open(asked, encoding="utf-8") as file:
         folder = Folder(**json.load(file))
-    model, tokenizer = load(folder)
+    model, tokenizer = load_folder(folder)
     found: dict[str, Tensor] = {}
     for number, path in enumerate(folder.rows):
         for name, tensor in scored(model, load_file(path))._asdict().items():
@@ -115,7 +115,7 @@ def answer(asked: str, answered: str) -> None:
     save_file(found, answered, metadata={"facts": json.dumps(vars(facts))})
 
 
-def load(folder: Folder) -> tuple[Any, Any]:
+def load_folder(folder: Folder) -> tuple[Any, Any]:
     """Return the model of a folder, with an adapter over its base, and the folder's tokenizer."""
     from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
@@ -126,7 +126,7 @@ def load(folder: Folder) -> tuple[Any, Any]:
         options["offload_folder"] = folder.offload_folder
     tokenizer = AutoTokenizer.from_pretrained(path, **remote)
     if not (path / "adapter_config.json").is_file():
-        model = opened(path, **options)
+        model = open_model(path, **options)
         return with_soft_caps(model).eval(), tokenizer
     from peft import PeftConfig, PeftModel
 
@@ -137,7 +137,7 @@ def load(folder: Folder) -> tuple[Any, Any]:
     options["generation_config"] = GenerationConfig.from_pretrained(path)
     base = PeftConfig.from_pretrained(path).base_model_name_or_path
     with reading(folder.stored):
-        model = opened(base, revision=folder.revision, **options)
+        model = open_model(base, revision=folder.revision, **options)
     for module in model.modules():
         if folder.quantization and hasattr(module, "compute_dtype"):
             # a base in 4 bits names its type
@@ -149,7 +149,7 @@ def load(folder: Folder) -> tuple[Any, Any]:
     if len(tokenizer) > model.get_input_embeddings().num_embeddings:  # tokens that a run added
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     adapted = PeftModel.from_pretrained(with_soft_caps(model), path)
-    refuse_unread(adapted, path)
+    refuse_unread_tensors(adapted, path)
     return adapted.eval(), tokenizer
 
 
@@ -166,7 +166,7 @@ def reading(stored: Mapping[str, Any] | None) -> contextlib.AbstractContextManag
     return module.reading_as_plain(stored["block"])
 
 
-def opened(
+def open_model(
     name: str | Path, trust_remote_code: bool, revision: str | None = None, **options: Any
 ) -> Any:
     """Return a model, of the class that its config.json declares."""
@@ -180,7 +180,7 @@ def opened(
     return model_class.from_pretrained(name, config=config, **source, **options)
 
 
-def refuse_unread(adapted: Any, folder: Path) -> None:
+def refuse_unread_tensors(adapted: Any, folder: Path) -> None:
     """Raise ValueError unless the adapters of a model are what the adapter's file has.
 
     PEFT leaves out, with a warning or without, what it finds no layer for.
@@ -231,7 +231,7 @@ def scored(model: Any, rows: Mapping[str, Tensor], device: torch.device | None =
         labels = ids[positions]
         tokens = rows["tokens"][here] if "tokens" in rows else None
         parts.append(outputs_of(logits[positions.to(logits.device) - 1], labels, tokens))
-    return joined(parts)
+    return joined_outputs(parts)
 
 
 def scored_together(model: Any, rows: Mapping[str, Tensor]) -> Outputs:
@@ -316,5 +316,5 @@ def prompt_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with_parent, args=(os.getppid(),), daemon=True).start()
-    answer(*sys.argv[1:])
+    threading.Thread(target=end_with_asker, args=(os.getppid(),), daemon=True).start()
+    answer_request(*sys.argv[1:])

@@ -147,7 +147,7 @@ def reopen_and_score(
         prompts=[messages for messages, _ in reference.prompts],
     )
     rows = {**reference.rows, "tokens": reference.outputs.tokens}
-    (outputs, *of_others), facts = ask(request, rows, *others)
+    (outputs, *of_others), facts = score_in_subprocess(request, rows, *others)
     by_stop = dict(zip(stops, facts.stops, strict=True))
     prompts = zip(facts.prompts, reference.prompts, strict=True)
     reopened = Reopened(
@@ -183,7 +183,9 @@ def divergence(run: Outputs, other: Outputs) -> float:
     return float((kept.sum(-1) + rest).mean())
 
 
-def ask(folder: Folder, *row_sets: Mapping[str, Tensor]) -> tuple[list[Outputs], Facts]:
+def score_in_subprocess(
+    folder: Folder, *row_sets: Mapping[str, Tensor]
+) -> tuple[list[Outputs], Facts]:
     """Return the outputs of a folder for each set of rows, with their `tokens`, and its facts.
 
     Raises: CheckpointError with what the script could not do.
@@ -196,7 +198,7 @@ def ask(folder: Folder, *row_sets: Mapping[str, Tensor]) -> tuple[list[Outputs],
             save_file({name: tensor.contiguous() for name, tensor in rows.items()}, path)
         request = replace(folder, rows=list(map(str, paths)))
         asked.write_text(json.dumps(vars(request), default=str), encoding="utf-8")
-        code = opener.run(asked, answered, printed)
+        code = opener.run_opener(asked, answered, printed)
         if code:
             lines = printed.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             why = lines[-1] if lines and code > 0 else f"exit status {code}"

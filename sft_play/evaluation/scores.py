@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from sft_play.config.metrics import FUNCTION, OF_SACREBLEU, SCHEMA, score_name
 from sft_play.data.store import Split
 from sft_play.errors import ConfigError, first_line
-from sft_play.evaluation.generate import Answer
+from sft_play.evaluation.generate import GeneratedAnswer
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate, estimate, resampled
 from sft_play.runs.files import json_line
 
@@ -201,7 +201,7 @@ class GenerationScores:
     """The generated answers to the first rows of the set, in order, and their scores."""
 
     scores: tuple[MetricScore, ...]  # ROUGE-L, and those of train.metrics
-    answers: tuple[Answer, ...]
+    answers: tuple[GeneratedAnswer, ...]
     max_new_tokens: int
     seconds: float
 

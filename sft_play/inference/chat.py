@@ -19,7 +19,7 @@ from sft_play.data.render import template_space
 from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, read_prompt
 from sft_play.data.rows import InvalidRowError, Message
 from sft_play.errors import DataError, EnvironmentFault
-from sft_play.evaluation.generate import Answer
+from sft_play.evaluation.generate import GeneratedAnswer
 from sft_play.inference.file_answers import written_messages
 from sft_play.inference.load import MAX_ANSWER_TOKENS, TrainedModel, base_of, load_to_answer
 from sft_play.plan.config_json import positions_of
@@ -60,9 +60,9 @@ class AnswerPrinter(TextStreamer):
         print(visible(shown), end="\n" if stream_end else "", flush=True)
 
 
-def answer(
+def next_turn(
     trained: TrainedModel, messages: Sequence[Message], printer: AnswerPrinter | None = None
-) -> Answer:
+) -> GeneratedAnswer:
     """Return the model's next turn; a `printer` shows it while it is generated.
 
     Raises: DataError for a prompt that the model or its template does not accept.
@@ -88,10 +88,10 @@ def answer_all(
     trained = load_to_answer(folder, device, config, request)
     for prompt in prompts:
         question = question_of(trained, prompt, images, "IMAGE")
-        found = answer(trained, [*system_messages(trained), question])
+        found = next_turn(trained, [*system_messages(trained), question])
         yield found.text
         if found.was_cut:
-            print(cut_note(trained), file=sys.stderr, flush=True)
+            print(answer_cut_note(trained), file=sys.stderr, flush=True)
 
 
 def question_of(
@@ -280,12 +280,12 @@ class Chat:
         note = ""
         try:
             with speaker.is_used():
-                found = answer(trained, turn, printer)
+                found = next_turn(trained, turn, printer)
             text = found.text
             if printer is None:
                 print(visible(text), flush=True)
             if found.was_cut:
-                note = cut_note(trained)
+                note = answer_cut_note(trained)
         except KeyboardInterrupt:
             text = printer.text if printer else ""
             note = "\nstopped"
@@ -298,7 +298,7 @@ class Chat:
         speaker.messages = [*turn, Message("assistant", text)]
 
 
-def cut_note(trained: TrainedModel) -> str:
+def answer_cut_note(trained: TrainedModel) -> str:
     """Return why an answer was cut, and how to allow longer answers."""
     limit = trained.config.train.generation_max_new_tokens
     if limit == "auto":

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def main() -> None:
+def convert_main() -> None:
     """Convert."""
     folder, pre_tokenizer, *words = sys.argv[1:]
     sys.path[:0] = [folder, f"{folder}/gguf-py"]
@@ -53,4 +53,4 @@ def named(known: Callable[..., str], pre_tokenizer: str) -> Callable[..., str]:
 
 
 if __name__ == "__main__":
-    main()
+    convert_main()

@@ -26,7 +26,7 @@ from sft_play.evaluation.scores import Scores, answers_jsonl
 from sft_play.inference.load import (
     TrainedModel,
     base_of,
-    joined,
+    load_and_join,
     load_run,
     tokenizer_of,
 )
@@ -34,7 +34,7 @@ from sft_play.models.export import read_stops, trained_stops
 from sft_play.models.parameters import dtype_name
 from sft_play.plan import sources
 from sft_play.plan.model_shape import shape_of
-from sft_play.runs.answer_file import Place
+from sft_play.runs.answer_file import FanOutPlace
 from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
@@ -63,7 +63,7 @@ def evaluate_run(
     folder: RunFolder,
     device: str,
     asked: LoadedConfig | None = None,
-    place: Place | None = None,
+    place: FanOutPlace | None = None,
     compares: bool = False,
 ) -> list[str]:
     """Score a run's weights and write eval/<name>.json and eval/<name>.jsonl.
@@ -75,8 +75,8 @@ def evaluate_run(
     """
     config = asked.config if asked else folder.read_config()
     rows = chosen_rows(folder, config, asked)
-    config = with_answer_limit(config, rows.split)
-    trained = with_batch_size(joined(load_run(folder, device, config), place), rows.split)
+    config = settle_answer_limit(config, rows.split)
+    trained = with_batch_size(load_and_join(load_run(folder, device, config), place), rows.split)
     lines = list(rows.lines)
     answers = folder.evaluation / f"{rows.name}.jsonl"
     if isinstance(folder, ModelFolder):
@@ -98,7 +98,7 @@ def chosen_rows(folder: RunFolder, config: Config, asked: LoadedConfig | None) -
     """
     tokenizer = tokenizer_of(folder, config)
     if asked is not None and asked.is_set("data.test_path"):
-        return other_rows(folder, config, tokenizer)
+        return test_rows(folder, config, tokenizer)
     if asked is not None and asked.is_set("data.columns"):
         raise ConfigError(
             f"{asked.described('data.columns')}: names the columns of a file to score; "
@@ -191,7 +191,7 @@ def _score(trained: TrainedModel, rows: ScoredRows, answers: Path) -> Scores:
     return scores
 
 
-def other_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizerBase) -> ScoredRows:
+def test_rows(folder: RunFolder, config: Config, tokenizer: PreTrainedTokenizerBase) -> ScoredRows:
     """Return the rows of data.test_path, tokenized as in training.
 
     Raises: DataError for a row that cannot be used, with its file and line.
@@ -233,7 +233,7 @@ def prepared_data(folder: RunFolder, config: Config, tokenizer: PreTrainedTokeni
         return build_run_data(config, tokenizer)
 
 
-def with_answer_limit(config: Config, rows: Split) -> Config:
+def settle_answer_limit(config: Config, rows: Split) -> Config:
     """Return the config with a number for train.generation_max_new_tokens if that is auto."""
     train = config.train
     if train.generation_max_new_tokens != "auto":

@@ -7,11 +7,17 @@ import torch
 from sft_play.errors import ConfigError
 from sft_play.evaluation.reopened import folder_of_run
 from sft_play.inference.export_gguf import write_gguf
-from sft_play.inference.exported import Export, Written, complete, link_files, write_plain_model
+from sft_play.inference.exported import (
+    Export,
+    WrittenExport,
+    complete,
+    link_files,
+    write_plain_model,
+)
 from sft_play.inference.merge import not_scored, refuse_other_adapter, what_vllm_does_not_serve
 from sft_play.models.export import complete_tokenizer
 from sft_play.models.listed_experts import list_experts
-from sft_play.plan.ranks import precision
+from sft_play.plan.ranks import config_precision
 from sft_play.process import DTYPES
 from sft_play.reporting.base_facts import CAUSAL, BaseFacts
 from sft_play.runs.exports import ADAPTERS, COMPRESSED, ExportAsked
@@ -37,7 +43,7 @@ def export_run(folder: RunFolder, asked: ExportAsked, device: str) -> list[str]:
     return lines + not_scored(export.config, asked.format)
 
 
-def write_files(export: Export, staging: Path, plain: Path) -> Written:
+def write_files(export: Export, staging: Path, plain: Path) -> WrittenExport:
     """Write the files of a format into `staging`, with a plain model in `plain` if it needs one.
 
     Raises: as `export_run`.
@@ -52,10 +58,10 @@ def write_files(export: Export, staging: Path, plain: Path) -> Written:
 
         return write_compressed(export, staging, plain)
     lines, found = write_plain_model(export, staging)
-    return Written(lines, [found.line("exported")], [f" (vllm serve {export.target})"])
+    return WrittenExport(lines, [found.line("exported")], [f" (vllm serve {export.target})"])
 
 
-def write_adapter(export: Export, staging: Path) -> Written:
+def write_adapter(export: Export, staging: Path) -> WrittenExport:
     """Write an adapter, in a format of ADAPTERS, for vLLM.
 
     It is verified in PEFT's layout; the other layout is made from it without rounding.
@@ -81,9 +87,9 @@ def write_adapter(export: Export, staging: Path) -> Written:
         write_json(settings, {**read_json(settings), **now})
     complete_tokenizer(staging)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
-    found = export.reopen(folder_of_run(staging, config, DTYPES[precision(config)], device))
+    found = export.reopen(folder_of_run(staging, config, DTYPES[config_precision(config)], device))
     if kind == "vllm-adapter":
         list_experts(config, staging)
     model_class = BaseFacts.read(config.model).model_class
     names = "" if model_class == CAUSAL else f" (named as in {model_class}, which vLLM reads)"
-    return Written([], [found.line("exported")], [names])
+    return WrittenExport([], [found.line("exported")], [names])

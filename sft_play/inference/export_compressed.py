@@ -30,7 +30,7 @@ from sft_play.data.store import Sample
 from sft_play.errors import CheckpointError, ConfigError
 from sft_play.evaluation.reference import as_tensors
 from sft_play.evaluation.reopened import Reopened, reopen_and_score
-from sft_play.inference.exported import Export, Written, link_files, write_plain_model
+from sft_play.inference.exported import Export, WrittenExport, link_files, write_plain_model
 from sft_play.inference.improvement import Losses, interval, read_scored_rows
 from sft_play.inference.merge import merged_folder
 from sft_play.models.architecture import empty_model
@@ -45,7 +45,7 @@ WEIGHTS = "*.safetensors*"  # including their index
 SHOWN_LAYERS = 3  # with the largest loss
 
 
-def write_compressed(export: Export, staging: Path, plain: Path) -> Written:
+def write_compressed(export: Export, staging: Path, plain: Path) -> WrittenExport:
     """Write a folder of quantized weights.
 
     Raises: ConfigError for a model that cannot be quantized here; CheckpointError if the files
@@ -57,7 +57,7 @@ def write_compressed(export: Export, staging: Path, plain: Path) -> Written:
     scores = replace(score(export, staging), errors=errors)
     export.refuse(f"as {kind} it", scores.faults(), lambda: remedies(export, plain, scores))
     size = sum(path.stat().st_size for path in staging.glob("*.safetensors"))
-    return Written(
+    return WrittenExport(
         [*lines, found.line("from")],
         [scores.line(kind)],
         [f" ({size / 1e6:,.1f} MB; vllm serve {export.target})"],

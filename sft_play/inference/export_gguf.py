@@ -19,14 +19,14 @@ from sft_play.data.store import Sample, Split
 from sft_play.data.templates import ChatTemplate
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.evaluation.scores import rouge
-from sft_play.inference.exported import Export, Written, prompts_of, write_plain_model
+from sft_play.inference.exported import Export, WrittenExport, prompts_of, write_plain_model
 from sft_play.inference.gguf_tools import (
     HOW_TO_GET,
     IN_16_BITS,
     LlamaCpp,
     UnknownPreTokenizer,
     bindings,
-    opened,
+    open_gguf,
     require_bindings,
 )
 from sft_play.inference.improvement import Losses, read_scored_rows
@@ -51,7 +51,7 @@ default
 PRE_TOKENIZER_KEY = "tokenizer.ggml.pre"
 
 
-def write_gguf(export: Export, staging: Path, plain: Path) -> Written:
+def write_gguf(export: Export, staging: Path, plain: Path) -> WrittenExport:
     """Write gguf files and a Modelfile for each.
 
     Raises: ConfigError for a run on images; EnvironmentFault without llama.cpp; CheckpointError
@@ -67,13 +67,13 @@ def write_gguf(export: Export, staging: Path, plain: Path) -> Written:
     lines, found = write_plain_model(export, plain)
     lines.append(found.line("from"))
     staging.mkdir()
-    files, source, converted = write_files(export, tools, plain, staging)
+    files, source, converted = write_gguf_files(export, tools, plain, staging)
     lines += [*converted, *write_modelfiles(export, staging, files)]
     scores = score_files(export, staging, files, source)
-    return Written(lines, scores, [f"/{file}" for file in files])
+    return WrittenExport(lines, scores, [f"/{file}" for file in files])
 
 
-def write_files(
+def write_gguf_files(
     export: Export, tools: LlamaCpp, plain: Path, staging: Path
 ) -> tuple[list[str], Path, list[str]]:
     """Write a file of each requested type.
@@ -85,16 +85,18 @@ def write_files(
     wanted = {kind: f"{export.run.name}-{kind}.gguf" for kind in export.asked.quantizations}
     folder = staging if in_16_bits in wanted else plain
     source = folder / f"{export.run.name}-{in_16_bits}.gguf"
-    lines = convert(export, tools, plain, source, in_16_bits)
+    lines = convert_to_gguf(export, tools, plain, source, in_16_bits)
     for kind, name in wanted.items():
         if kind not in IN_16_BITS:
             tools.quantize(source, staging / name, kind)
         elif kind != in_16_bits:
-            convert(export, tools, plain, staging / name, kind)
+            convert_to_gguf(export, tools, plain, staging / name, kind)
     return list(wanted.values()), source, lines
 
 
-def convert(export: Export, tools: LlamaCpp, plain: Path, target: Path, kind: str) -> list[str]:
+def convert_to_gguf(
+    export: Export, tools: LlamaCpp, plain: Path, target: Path, kind: str
+) -> list[str]:
     """Write a 16-bit file; if the converter does not know the tokenizer, test pre-tokenizers.
 
     Raises: CheckpointError if no pre-tokenizer of llama.cpp splits text as in training.
@@ -145,7 +147,7 @@ def write_modelfiles(export: Export, staging: Path, files: list[str]) -> list[st
             "would have other tokens than in training"
         ]
     stops = tokenizer.convert_ids_to_tokens(list(read_stops(export.weights)))
-    parameters = parameters_of(export)
+    parameters = ollama_parameters(export)
     for number, file in enumerate(files):
         name = "Modelfile" if number == 0 else f"Modelfile.{file.split('-')[-1][:-5]}"
         text = modelfile_text(file, texts, stops, parameters, system)
@@ -155,7 +157,7 @@ def write_modelfiles(export: Export, staging: Path, files: list[str]) -> list[st
     return [f"Modelfile: {len(prompts)} of {len(prompts)} prompts have the tokens of training"]
 
 
-def parameters_of(export: Export) -> dict[str, float]:
+def ollama_parameters(export: Export) -> dict[str, float]:
     """Return Ollama's context and sampling, from training and from generation_config.json."""
     generation = read_json(export.weights / GENERATION_CONFIG_NAME)
     parameters = {"num_ctx": export.config.model.max_seq_len}
@@ -279,7 +281,7 @@ def same_tokens(
         text = tokenizer.decode(ids)
         if tokenizer(text, add_special_tokens=False)["input_ids"] == ids:
             pairs.append((text, ids))
-    with closing(opened(path, vocab_only=True, kv_overrides=overrides)) as model:
+    with closing(open_gguf(path, vocab_only=True, kv_overrides=overrides)) as model:
         same = sum(
             model.tokenize(text.encode(), add_bos=False, special=True) == ids for text, ids in pairs
         )
@@ -295,7 +297,7 @@ def score_gguf(path: Path, export: Export) -> GgufScores | None:
     tokens = same_tokens(path, export.data.test, export.tokenizer)
     context = max(LEAST_CONTEXT, ROOM + max(len(sample.ids) for sample in samples))
     # on a GPU if llama-cpp-python was built for GPUs
-    with closing(opened(path, n_ctx=context, n_gpu_layers=-1, logits_all=True)) as model:
+    with closing(open_gguf(path, n_ctx=context, n_gpu_layers=-1, logits_all=True)) as model:
         nats = [nats_of(model, sample) for sample in samples]
         losses = Losses.of_table(np.column_stack([written, nats]))
         return with_answers(GgufScores(losses, tokens), model, export)

@@ -51,7 +51,7 @@ Messages = list[Json]
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenExport:
     """The result of a format's writer, and the lines to print about it."""
 
     lines: list[str]  # how it was made
@@ -139,7 +139,7 @@ def is_current_merge(merged: Path, adapter: Path, dtype: str | None) -> bool:
     """Return whether `merged` is undamaged, and made from this adapter with the requested dtype."""
     if not (merged / stamp.NAME).is_file() or seal.find_damage(merged) is not None:
         return False
-    if stamp.read(merged) != replace(stamp.read(adapter), merged=True):
+    if stamp.read_stamp(merged) != replace(stamp.read_stamp(adapter), merged=True):
         return False
     return dtype in (None, read_json(merged / "config.json").get("dtype"))
 
@@ -173,7 +173,7 @@ def complete(export: Export, staging: Path, device: str, scores: Sequence[str]) 
     if kind != config.train.deliver_as:
         config = without_rounding(config)
     trained = load_run(export.run, device, config)
-    exports.write_parity(parity_rows(trained, export.data.test), staging)
+    exports.write_parity(make_parity_rows(trained, export.data.test), staging)
     stops = saved_stops(trained.stops or sorted(stop_ids(trained.tokenizer)), trained.tokenizer)
     facts = RunFacts.read(export.run)
     kind = "adapter" if kind in ADAPTERS else kind
@@ -182,7 +182,7 @@ def complete(export: Export, staging: Path, device: str, scores: Sequence[str]) 
     share(staging)
 
 
-def parity_rows(trained: TrainedModel, split: Split) -> list[ParityRow]:
+def make_parity_rows(trained: TrainedModel, split: Split) -> list[ParityRow]:
     """Return prompts of a split and some of several turns, with the model's greedy answers."""
     prompts = prompts_of(trained.tokenizer, trained.config.data.system_prompt, split, MOST_ROWS)
     return [answered(trained, ids, messages) for messages, ids in prompts]

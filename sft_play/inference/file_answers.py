@@ -10,9 +10,9 @@ from sft_play.data.row_parsing import Prompt
 from sft_play.data.rows import Json, Message, PromptIds
 from sft_play.data.templates import template_messages
 from sft_play.errors import DataError
-from sft_play.evaluation.generate import Answer, room_for, split_batches
+from sft_play.evaluation.generate import GeneratedAnswer, room_for, split_batches
 from sft_play.inference.load import TrainedModel
-from sft_play.runs.answer_file import AnswerFile, Place
+from sft_play.runs.answer_file import AnswerFile, FanOutPlace
 
 WINDOW = 4096  # prompts that are tokenized and sorted by length together
 
@@ -21,7 +21,7 @@ def answer_prompts(
     trained: TrainedModel,
     prompts: Sequence[Prompt],
     file: AnswerFile,
-    place: Place,
+    place: FanOutPlace,
     seed: int,
     advance: Callable[[int], None],
 ) -> None:
@@ -61,7 +61,7 @@ def _ids_or_reason(trained: TrainedModel, prompt: Prompt) -> PromptIds | str:
 
 def _answer_window(
     trained: TrainedModel, ids: dict[int, list[int]], seed: int
-) -> Iterator[tuple[list[int], list[Answer]]]:
+) -> Iterator[tuple[list[int], list[GeneratedAnswer]]]:
     """Yield numbers of prompts with their answers, batch by batch, the longest prompts first."""
     numbers = list(ids)
     lengths = [len(ids[number]) for number in numbers]
@@ -81,7 +81,7 @@ def _answer_window(
             yield own[part], generator.decode(generated)
 
 
-def _line(prompt: Prompt, answer: Answer | None = None, reason: str = "") -> Json:
+def _line(prompt: Prompt, answer: GeneratedAnswer | None = None, reason: str = "") -> Json:
     """Return the content of a line of the answers."""
     values: Json = {"origin": prompt.origin}
     if len(prompt.messages) == 1 and not prompt.tools and not images_of(prompt.messages):

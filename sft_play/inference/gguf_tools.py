@@ -119,7 +119,7 @@ def require_bindings() -> Any:
     return library
 
 
-def opened(path: Path, **options: Any) -> Any:
+def open_gguf(path: Path, **options: Any) -> Any:
     """Return a gguf file opened by llama-cpp-python; the caller must close it.
 
     Raises: EnvironmentFault if that is not installed; CheckpointError if it cannot open it.

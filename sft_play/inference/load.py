@@ -33,11 +33,11 @@ from sft_play.models.images import image_inputs_of
 from sft_play.models.load import load_base
 from sft_play.plan.config_json import positions_of
 from sft_play.plan.launch import allocator_defaults
-from sft_play.plan.ranks import precision
+from sft_play.plan.ranks import config_precision
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process
 from sft_play.runs import seal, stamp
-from sft_play.runs.answer_file import Place
+from sft_play.runs.answer_file import FanOutPlace
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.model_folder import ModelFolder
 
@@ -149,7 +149,7 @@ def load_run(folder: RunFolder, device: str, config: Config | None = None) -> Tr
         model = load_base(config_of_weights(config, weights) if is_full else config, process)
         deliver(model, config)
         if not is_full:
-            model = load_adapter(model, folder, weights)
+            model = load_with_adapter(model, folder, weights)
             deliver_adapters(model)
     model.eval()
     if process.compute_dtype != torch.float32:
@@ -200,7 +200,7 @@ def tokenizer_of(folder: RunFolder, config: Config) -> PreTrainedTokenizerBase:
     return own
 
 
-def joined(trained: TrainedModel, place: Place | None) -> TrainedModel:
+def load_and_join(trained: TrainedModel, place: FanOutPlace | None) -> TrainedModel:
     """Return the model in one of several processes that share rows; they join here."""
     if place is None:
         return trained
@@ -258,7 +258,7 @@ def checked_weights(folder: RunFolder, config: Config) -> Path:
         raise CheckpointError(
             f"{weights}: {damage}; the run's checkpoints/ have its weights, too, or train it again"
         )
-    stamp.refuse_other_base(weights, stamp.wanted(config))
+    stamp.stamp_of_base(weights, stamp.wanted_stamp(config))
     refuse_other_processors(config, weights)
     return weights
 
@@ -268,7 +268,7 @@ def _process(folder: RunFolder, config: Config, device: str) -> Process:
 
     A run that was trained on a GPU uses float32 on a CPU, which is slower in 16 bits.
     """
-    trained_dtype = DTYPES[precision(config)]
+    trained_dtype = DTYPES[config_precision(config)]
     if device == "cuda":
         os.environ.update(allocator_defaults(os.environ))  # a cache grows with each token
         gpus = 1 if config.model.device_map is None else torch.cuda.device_count()
@@ -287,7 +287,7 @@ def config_of_weights(config: Config, weights: Path) -> Config:
     return config.changed({f"model.{name}": value for name, value in values.items()})
 
 
-def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> PreTrainedModel:
+def load_with_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> PreTrainedModel:
     """Return the base with the adapter in `weights`, of a run or from elsewhere.
 
     Raises: CheckpointError if it cannot be read, or does not fit the base.
@@ -298,7 +298,7 @@ def load_adapter(base: PreTrainedModel, folder: RunFolder, weights: Path) -> Pre
         _refuse_other_rope(weights, base)
         over, advice = f" over {folder.base}", "is that the base it was trained on?"
     try:
-        return expert_adapters.load_adapter(base, weights)
+        return expert_adapters.load_frozen_adapter(base, weights)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         if is_out_of_memory(error):  # this is not the adapter's fault
             raise

@@ -42,7 +42,7 @@ from sft_play.models.merging import (
     merge_whole,
     training_quantization,
 )
-from sft_play.plan.ranks import precision
+from sft_play.plan.ranks import config_precision
 from sft_play.process import DTYPES
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
@@ -115,7 +115,7 @@ def merge_and_score(folder: RunFolder, dtype: str | None) -> tuple[list[str], Re
                 candidates.append(candidate)
             best = min(candidates, key=lambda candidate: candidate.found.kl)
             if best.found.faults():
-                refusal = explain(folder, best)
+                refusal = explain_difference(folder, best)
                 said = best.found.broken()
                 if refusal.cause is not None:
                     said.append(refusal.cause)
@@ -123,12 +123,12 @@ def merge_and_score(folder: RunFolder, dtype: str | None) -> tuple[list[str], Re
                 raise CheckpointError(
                     f"{folder.path} was not merged: {'. '.join(said)}. {report} has the figures"
                 )
-            stamp.write(best.folder, replace(stamp.read(best.adapter), merged=True))
+            stamp.write(best.folder, replace(stamp.read_stamp(best.adapter), merged=True))
             best.folder.rename(work / FILES)
     except SftPlayError as error:
         write_refusal(folder, candidates, refusal or Refusal([mask_secrets(str(error))]))
         raise
-    write_report(folder, candidates, best.base, Refusal())
+    write_merge_report(folder, candidates, best.base, Refusal())
     (folder.path / EARLIER_REPORT).unlink(missing_ok=True)
     lines = [each.line(best) for each in candidates if len(candidates) > 1]
     lines += [best.found.line("merged"), f"merged {target.path} ({best.way})"]
@@ -149,7 +149,7 @@ def measured_candidates(folder: RunFolder, dtype: str | None, work: Path) -> Ite
     refuse_other_adapter(weights, config)
     reference = reference_of(folder, config)
     merges = {"as stored": Merge(config, weights, getattr(torch, dtype) if dtype else None)}
-    compute_dtype = DTYPES[precision(config)]
+    compute_dtype = DTYPES[config_precision(config)]
     quantization = training_quantization(config, compute_dtype)
     if quantization is not None:
         words, how = quantization
@@ -211,7 +211,7 @@ def what_vllm_does_not_serve(weights: Path) -> list[str]:
     return problems
 
 
-def explain(folder: RunFolder, best: Candidate) -> Refusal:
+def explain_difference(folder: RunFolder, best: Candidate) -> Refusal:
     """Return why merged weights differ from the adapter's model, with numbers.
 
     To find the cause, the adapter and its base are scored on the same rows, and the adapter is
@@ -318,7 +318,7 @@ def write_refusal(folder: RunFolder, candidates: list[Candidate], refusal: Refus
         with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
             if read_json(path)["kept"] is not None:  # of a merge that was published
                 path.replace(earlier)
-        write_report(folder, candidates, None, refusal)
+        write_merge_report(folder, candidates, None, refusal)
     except OSError as error:  # it must not hide why the merge is refused
         logger.warning("%s cannot be written: %s", path, error.strerror)
     published = folder.path / MERGED
@@ -328,7 +328,7 @@ def write_refusal(folder: RunFolder, candidates: list[Candidate], refusal: Refus
         )
 
 
-def write_report(
+def write_merge_report(
     folder: RunFolder, candidates: list[Candidate], kept: str | None, refusal: Refusal
 ) -> None:
     """Write merge_report.json: the scores of each way to merge, and the outcome."""

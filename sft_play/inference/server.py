@@ -15,14 +15,14 @@ from threading import Lock
 
 from sft_play.data.rows import Json
 from sft_play.inference.load import TrainedModel
-from sft_play.inference.server_answers import Reply
-from sft_play.inference.server_requests import REQUESTS, RequestError, parse
+from sft_play.inference.server_answers import ChatReply
+from sft_play.inference.server_requests import REQUESTS, RequestError, parse_request
 from sft_play.stops import StopSignals
 
 MAX_BODY_DIGITS = 7  # of its length
 
 
-class Server(ThreadingTCPServer):
+class ModelServer(ThreadingTCPServer):
     """A server whose connections share one model."""
 
     allow_reuse_address = True
@@ -35,7 +35,7 @@ class Server(ThreadingTCPServer):
 class Connection(BaseHTTPRequestHandler):
     """A client with one request. The end of the connection ends the response, as in HTTP 1.0."""
 
-    server: Server
+    server: ModelServer
     timeout = 30  # seconds, of each read and write
     disable_nagle_algorithm = True
     streams = has_begun = False
@@ -67,11 +67,11 @@ class Connection(BaseHTTPRequestHandler):
         if not size.isdecimal() or len(size) > MAX_BODY_DIGITS:
             text = f"Content-Length={size}: a body has a known length, below 10 MB"
             raise RequestError(text, status=413)
-        request = parse(REQUESTS[asked], self.rfile.read(int(size)))
+        request = parse_request(REQUESTS[asked], self.rfile.read(int(size)))
         if request.model not in (None, self.server.name):
             text = f"model={request.model!r}: write {self.server.name!r}"
             raise RequestError(text, "model", 404)
-        reply = Reply(request, self.server.trained, self.server.name)
+        reply = ChatReply(request, self.server.trained, self.server.name)
         with self.server.turn:
             self.check()
             self.streams = request.stream
@@ -107,10 +107,10 @@ class Connection(BaseHTTPRequestHandler):
             pass
 
 
-def serve(trained: TrainedModel, name: str, host: str, port: int) -> None:
+def serve_model(trained: TrainedModel, name: str, host: str, port: int) -> None:
     """Serve a model until Ctrl-C, SIGTERM or SIGHUP."""
-    Server.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = Server((host, port), Connection)
+    ModelServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = ModelServer((host, port), Connection)
     server.trained, server.name = trained, name
     with suppress(KeyboardInterrupt), StopSignals():
         server.serve_forever()

@@ -21,14 +21,19 @@ from sft_play.data.render import TemplateSpace, template_space
 from sft_play.data.rows import Json, PromptIds
 from sft_play.errors import DataError
 from sft_play.inference.load import TrainedModel
-from sft_play.inference.server_requests import ChatRequest, Request, RequestError, TextRequest
+from sft_play.inference.server_requests import (
+    ChatRequest,
+    GenerationRequest,
+    RequestError,
+    TextRequest,
+)
 
 LONG_TOKEN = 32  # characters: no text has longer tokens on average
 PARTIAL = "\ufffd"  # of a character whose bytes are not all generated
 
 
 @dataclass
-class Choice:
+class GeneratedChoice:
     """One of the answers to a request, as far as it is generated."""
 
     index: int
@@ -37,17 +42,17 @@ class Choice:
     finish: str | None = None
 
 
-class Reply(StoppingCriteria):
+class ChatReply(StoppingCriteria):
     """The choices of a request. Each token passes through here, and a stream is sent from here."""
 
     client: Any  # the Connection
     space, before = TemplateSpace(), []  # ids that decide on a space after them
     parser: ResponseTemplate | None = None  # of the calls in an answer
 
-    def __init__(self, request: Request, trained: TrainedModel, name: str):
+    def __init__(self, request: GenerationRequest, trained: TrainedModel, name: str):
         """Check what does not need the model. Raises: RequestError."""
         self.request, self.trained, self.tokenizer = request, trained, trained.tokenizer
-        self.choices = [Choice(index) for index in range(request.n)]
+        self.choices = [GeneratedChoice(index) for index in range(request.n)]
         made = time.time_ns()
         self.head = {"id": str(made), "object": request.kind, "created": made // 10**9}
         self.head["model"] = name
@@ -119,7 +124,7 @@ class Reply(StoppingCriteria):
         ended = [choice.finish is not None for choice in self.choices]
         return torch.tensor(ended, device=input_ids.device)
 
-    def _read(self, choice: Choice, ids: list[int]) -> None:
+    def _read(self, choice: GeneratedChoice, ids: list[int]) -> None:
         """Read the ids of a choice; a stream sends what they add to its text."""
         decode = partial(self.tokenizer.decode, skip_special_tokens=True)
         text = decode(self.before + ids)[len(decode(self.before)) :]
@@ -138,7 +143,7 @@ class Reply(StoppingCriteria):
             self._send([self._form(choice, {"content": piece})])
         choice.ids, choice.text = ids, text
 
-    def _end(self, choice: Choice) -> Json:
+    def _end(self, choice: GeneratedChoice) -> Json:
         """Return the end of a choice: why it ended, and what no piece of a stream has sent."""
         finish = choice.finish
         said = {"content": "" if self.request.stream and not self.parser else choice.text}
@@ -149,7 +154,7 @@ class Reply(StoppingCriteria):
             finish = "tool_calls" if "tool_calls" in said else finish
         return self._form(choice, said, finish)
 
-    def _parse(self, choice: Choice) -> Json:
+    def _parse(self, choice: GeneratedChoice) -> Json:
         """Return the message of an answer. Raises: ValueError, KeyError for another format."""
         parsed = self.tokenizer.parse_response(
             choice.ids, self.parser, prefix=self.prompt, tools=[*self.request.tools]
@@ -164,7 +169,7 @@ class Reply(StoppingCriteria):
         said = {name: value for name, value in said.items() if value}
         return {"content": parsed.get("content"), **said}
 
-    def _form(self, choice: Choice, said: Json, finish: str | None = None) -> Json:
+    def _form(self, choice: GeneratedChoice, said: Json, finish: str | None = None) -> Json:
         """Return a choice, or a piece of it, as the API has it."""
         form: Json = {"index": choice.index, "finish_reason": finish}
         if isinstance(self.request, TextRequest):

@@ -85,7 +85,7 @@ def parse_prompt(given: Any) -> str | list[int]:
 Count = Annotated[int, Field(ge=1)]
 
 
-class Request(BaseModel, extra="forbid", strict=True):
+class GenerationRequest(BaseModel, extra="forbid", strict=True):
     """What every request may have."""
 
     source: ClassVar[str]  # the field of the prompt
@@ -119,7 +119,7 @@ class Request(BaseModel, extra="forbid", strict=True):
         return given
 
 
-class ChatRequest(Request):
+class ChatRequest(GenerationRequest):
     """A request for the next message of a conversation."""
 
     source = "messages"
@@ -150,7 +150,7 @@ class ChatRequest(Request):
         return "chat.completion" + ".chunk" * self.stream
 
 
-class TextRequest(Request):
+class TextRequest(GenerationRequest):
     """A request for what follows a text."""
 
     source = "prompt"
@@ -165,13 +165,13 @@ class TextRequest(Request):
         return len(self.prompt)
 
 
-REQUESTS: dict[str, type[Request]] = {
+REQUESTS: dict[str, type[GenerationRequest]] = {
     "POST /v1/chat/completions": ChatRequest,
     "POST /v1/completions": TextRequest,
 }
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
+def parse_request(kind: type[GenerationRequest], body: bytes) -> GenerationRequest:
     """Return the request of a body. Raises: RequestError, which names the first wrong field."""
     try:
         return kind.model_validate_json(body)

@@ -59,7 +59,7 @@ def auto_class_of(config: PretrainedConfig) -> type:
             f"{config.model_type} that generates text after a prompt; set MODEL_NAME to a causal "
             "language model"
         )
-    return list(made)[-1 if is_composite(config) else 0]
+    return list(made)[-1 if is_composite_config(config) else 0]
 
 
 def empty_model(
@@ -87,7 +87,7 @@ def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def is_composite(config: PretrainedConfig) -> bool:
+def is_composite_config(config: PretrainedConfig) -> bool:
     """Return whether the language model's config is only a part of this one."""
     return config.get_text_config() is not config
 
@@ -143,7 +143,7 @@ def _encoder_names(twin: PreTrainedModel) -> tuple[str, ...]:
             f"only: {first_line(error)}; set MODEL_NAME to a model that can"
         ) from None
     found = {}
-    if is_composite(twin.config):
+    if is_composite_config(twin.config):
         found |= _apart(twin, "", text | {decoder_of(twin)})
     if ran:
         for name, module in _apart(twin, "", text | ran, enters=True).items():

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 PROCESSOR_FILES = (PROCESSOR_NAME, IMAGE_PROCESSOR_NAME, VIDEO_PROCESSOR_NAME)
 
 
-class Growth(NamedTuple):
+class VocabularyGrowth(NamedTuple):
     """The number of rows of a vocabulary, in a base's files and with the added tokens."""
 
     before: int  # V
@@ -100,7 +100,9 @@ def stored_config(config: Config) -> PretrainedConfig:
     return grow_config(stored, growth_of_base(config, stored))
 
 
-def growth_of_base(config: Config, stored: PretrainedConfig | None = None) -> Growth | None:
+def growth_of_base(
+    config: Config, stored: PretrainedConfig | None = None
+) -> VocabularyGrowth | None:
     """Return how the vocabulary of the base grows with model.add_tokens, None if it does not.
 
     `stored` is the config of the base's files, if it was read before.
@@ -109,7 +111,7 @@ def growth_of_base(config: Config, stored: PretrainedConfig | None = None) -> Gr
         return None
     rows = (stored or _config_of_files(config)).get_text_config().vocab_size
     needed = max(load_tokenizer(config).convert_tokens_to_ids(config.model.add_tokens)) + 1
-    return Growth(rows, needed) if needed > rows else None
+    return VocabularyGrowth(rows, needed) if needed > rows else None
 
 
 def read_config(config: Config) -> PretrainedConfig:
@@ -279,7 +281,7 @@ def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> N
     turned = {
         name
         for name, tensor in tensors.items()
-        if is_turned(tensor, base.get(renamed.get(name, name)))
+        if are_experts_transposed(tensor, base.get(renamed.get(name, name)))
     }
     if not (kept or renamed or turned):
         return
@@ -305,7 +307,7 @@ def restore_untrained(config: Config, model: PreTrainedModel, folder: Path) -> N
     logger.info("model: %d tensors are the base's own, as they were", len(kept))
 
 
-def is_turned(saved: InFile | Stored, base: InFile | Stored | None) -> bool:
+def are_experts_transposed(saved: InFile | Stored, base: InFile | Stored | None) -> bool:
     """Return whether saved experts have inputs and outputs swapped relative to the base's files.
 
     transformers transposes the experts of Qwen3-VL-MoE when it loads them, but not when it saves
@@ -356,7 +358,7 @@ def loaded_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str 
     return found
 
 
-def grow_config(stored: PretrainedConfig, growth: Growth | None) -> PretrainedConfig:
+def grow_config(stored: PretrainedConfig, growth: VocabularyGrowth | None) -> PretrainedConfig:
     """Return the config of a base's files with the number of rows of the grown vocabulary."""
     for part in (stored, stored.get_text_config()) if growth else ():
         if getattr(part, "vocab_size", None) == growth.before:
@@ -364,7 +366,7 @@ def grow_config(stored: PretrainedConfig, growth: Growth | None) -> PretrainedCo
     return stored
 
 
-def grow_tensors(tensors: Mapping[str, Any], growth: Growth | None) -> Mapping[str, Any]:
+def grow_tensors(tensors: Mapping[str, Any], growth: VocabularyGrowth | None) -> Mapping[str, Any]:
     """Return the tensors of a base's files, with the new rows in the embedding and the head.
 
     Raises: ConfigError if the embedding has an unknown name.
@@ -385,7 +387,7 @@ def grow_tensors(tensors: Mapping[str, Any], growth: Growth | None) -> Mapping[s
     return grown
 
 
-def reading_grown(growth: Growth | None) -> contextlib.AbstractContextManager[None]:
+def reading_grown(growth: VocabularyGrowth | None) -> contextlib.AbstractContextManager[None]:
     """Return the context in which `from_pretrained` reads a base with the new rows."""
     if growth is None:
         return contextlib.nullcontext()

@@ -226,8 +226,8 @@ class _PackWeights(Bnb4bitQuantize):
     def _packed(self, weight: Tensor, experts: nn.Module) -> Params4bit:
         found = None
         if self.hf_quantizer.keeps_mxfp4:
-            found = mxfp4.pack(weight, getattr(experts, "is_transposed", False))
-        return pack(weight, self.hf_quantizer.quantization_config) if found is None else found
+            found = mxfp4.pack_mxfp4(weight, getattr(experts, "is_transposed", False))
+        return pack_4bit(weight, self.hf_quantizer.quantization_config) if found is None else found
 
 
 class Mxfp4Keeper(ExpertQuantizer):
@@ -242,7 +242,7 @@ def packing_experts(are_mxfp4: bool) -> contextlib.AbstractContextManager[Any]:
     return replaced(AUTO_QUANTIZER_MAPPING, **{BNB: quantizer})
 
 
-def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
+def pack_4bit(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
     """Return a weight of any shape in 4 bits, on its device."""
     packed = Params4bit(
         weight.detach(),
@@ -254,13 +254,13 @@ def pack(weight: Tensor, quantization: BitsAndBytesConfig) -> Params4bit:
     return packed._quantize(weight.device)
 
 
-def unpack(packed: Params4bit) -> Tensor:
+def unpack_4bit(packed: Params4bit) -> Tensor:
     """Return a packed weight in its original dtype; if it has no values, return only its shape."""
     if has_rows_alone(packed):
         nothing = torch.empty((), dtype=packed.quant_state.dtype, device=packed.device)
         return nothing.expand(packed.quant_state.shape)
     if isinstance(packed.quant_state, Mxfp4State):
-        return mxfp4.unpack(packed.data, packed.quant_state)
+        return mxfp4.unpack_mxfp4(packed.data, packed.quant_state)
     return dequantize_4bit(packed.data, packed.quant_state)
 
 
@@ -301,7 +301,7 @@ class _Unpacked(nn.Module):
 
     @torch.no_grad()
     def forward(self, packed: Params4bit) -> Tensor:
-        return unpack(packed)
+        return unpack_4bit(packed)
 
 
 class _WithAdapter(nn.Module):

@@ -44,7 +44,7 @@ GATES = ("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_p
 GROUPS = (128, 64, 32)  # G of int4 that servers have kernels for
 
 
-class Kind(NamedTuple):
+class CompressedFormat(NamedTuple):
     """A format of the files."""
 
     preset: str  # name in compressed-tensors
@@ -52,9 +52,9 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "fp8": Kind("FP8_DYNAMIC", "float-quantized"),  # inputs are quantized at run time
-    "int4": Kind("W4A16", "pack-quantized"),
-    "nvfp4": Kind("NVFP4A16", "nvfp4-pack-quantized"),
+    "fp8": CompressedFormat("FP8_DYNAMIC", "float-quantized"),  # inputs are quantized at run time
+    "int4": CompressedFormat("W4A16", "pack-quantized"),
+    "nvfp4": CompressedFormat("NVFP4A16", "nvfp4-pack-quantized"),
 }
 
 
@@ -134,9 +134,9 @@ class Rounding:
 
     def weight(self, weight: Tensor) -> Tensor:
         """Return a weight (O, I) in 16 bits with the values that are read back from the files."""
-        if has_kernel(weight):
+        if has_rounding_kernel(weight):
             group = self.scheme.weights.group_size or weight.shape[1]
-            return rounded(weight, self.kind, group)
+            return rounded_groups(weight, self.kind, group)
         scale, zero, whole = scales_of(weight, self.scheme)
         wide = fake_quantize(weight.float(), scale, zero, self.scheme.weights, global_scale=whole)
         return wide.to(weight.dtype)
@@ -147,14 +147,14 @@ class Rounding:
         if arguments is None:
             return x
         tokens = x.reshape(-1, x.shape[-1])
-        if has_kernel(tokens):
-            return rounded(tokens, self.kind, x.shape[-1]).view(x.shape)
+        if has_rounding_kernel(tokens):
+            return rounded_groups(tokens, self.kind, x.shape[-1]).view(x.shape)
         scale, zero = compute_dynamic_scales_and_zp(tokens[None], arguments, None)
         wide = fake_quantize(tokens[None].float(), scale, zero, arguments)
         return wide.to(x.dtype).view(x.shape)
 
 
-def has_kernel(tensor: Tensor) -> bool:
+def has_rounding_kernel(tensor: Tensor) -> bool:
     """Return whether a kernel can round a tensor: on GPUs that support e4m3."""
     if not tensor.is_cuda or tensor.element_size() != 2:
         return False
@@ -236,7 +236,7 @@ def _round(
     tl.store(output + row * group + column, (code * scale).to(stored.dtype), inside)
 
 
-def rounded(x: Tensor, kind: str, group: int) -> Tensor:
+def rounded_groups(x: Tensor, kind: str, group: int) -> Tensor:
     """Return x (..., I) in 16 bits, rounded in groups of `group` numbers, which must divide I."""
     x = x.contiguous()
     output = torch.empty_like(x)

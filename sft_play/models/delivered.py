@@ -47,7 +47,7 @@ class DeliveredLinear(nn.Linear):
         self, a: Tensor | None = None, b: Tensor | None = None, scale: float = 0.0
     ) -> Tensor:
         """Return Q(W + s B A) (out, in) in 16 bits, for A (r, in) and B (out, r)."""
-        weight = self.weight if a is None else merged(self.weight, a, b, scale)
+        weight = self.weight if a is None else merged_weight(self.weight, a, b, scale)
         return self.rounding.weight(weight if weight.dtype == torch.float16 else weight.bfloat16())
 
 
@@ -110,7 +110,7 @@ class _Product(torch.autograd.Function):
         return dx, None, dw, da, db, None
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return W + s B A (out, in) from W, A (r, in) and B (out, r).
 
     On a GPU it is computed in the dtype of W. Some weights then differ from a float32 merge by one

@@ -37,7 +37,7 @@ from sft_play.models.experts import (
     ExpertWeight,
     encoder_linears,
     expert_weights,
-    is_linear,
+    is_adaptable_linear,
     is_named,
     layer_of,
     linear_names,
@@ -118,7 +118,7 @@ def adapter_config(
     every_parameter = [weight.name for weight in expert_weights(model)]
     every_module = [name for name, _ in model.named_modules()]
     for name in every_module:
-        if is_linear(model.get_submodule(name)):
+        if is_adaptable_linear(model.get_submodule(name)):
             every_parameter.append(f"{name}.weight")
     return replace(
         config,
@@ -127,7 +127,7 @@ def adapter_config(
     )
 
 
-def add_adapters(
+def add_expert_adapters(
     model: PreTrainedModel, config: LoraConfig, shares_experts: bool = False
 ) -> PeftModel:
     """Return the model with the adapters of `config`, whose targets `adapter_config` has set.
@@ -161,7 +161,7 @@ def add_adapters(
     return adapted
 
 
-def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
+def load_frozen_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     """Return the base model with the adapter of a folder, frozen, also over a 4-bit base.
 
     Raises: CheckpointError if a tensor of either has no counterpart.
@@ -171,7 +171,7 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
         _refuse_endless(config.target_modules, base)
     config.inference_mode = True
     config.base_model_name_or_path = None  # PEFT warns if the base was moved
-    adapted = add_adapters(base, config)
+    adapted = add_expert_adapters(base, config)
     try:
         load_published(adapted, folder)
     except CheckpointError as error:
@@ -191,7 +191,7 @@ def _refuse_endless(pattern: str, base: PreTrainedModel) -> None:
     )
 
 
-def load_weights(adapted: PeftModel, folder: str) -> None:
+def load_adapter_weights(adapted: PeftModel, folder: str) -> None:
     """Load the weights of a saved adapter into adapters that were just added.
 
     Raises: ConfigError if the saved adapter has other tensors.

@@ -84,7 +84,7 @@ class ExpertRanks:
         return self.most_tokens
 
 
-def dividing_while_loading(process: Process) -> contextlib.AbstractContextManager[Any]:
+def sharding_experts_while_loading(process: Process) -> contextlib.AbstractContextManager[Any]:
     """Let from_pretrained read only the weights of this rank's experts.
 
     Raises: ConfigError if the model has no experts to shard, or if W does not divide their number.
@@ -92,7 +92,7 @@ def dividing_while_loading(process: Process) -> contextlib.AbstractContextManage
 
     def divide(model: PreTrainedModel) -> None:
         mesh = init_device_mesh(process.device.type, (process.world_size,))
-        for experts in divisible_experts(model, process):
+        for experts in shardable_experts(model, process):
             for name, whole in _by_expert(experts).items():
                 part = whole[: len(whole) // process.world_size].detach()
                 divided = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
@@ -101,7 +101,7 @@ def dividing_while_loading(process: Process) -> contextlib.AbstractContextManage
     return changing_model(divide)
 
 
-def divisible_experts(model: PreTrainedModel, process: Process) -> list[nn.Module]:
+def shardable_experts(model: PreTrainedModel, process: Process) -> list[nn.Module]:
     """Return the expert modules of a model: the outermost wrappers if PEFT has wrapped them.
 
     Raises: ConfigError if the experts cannot be sharded.
@@ -118,9 +118,9 @@ def divisible_experts(model: PreTrainedModel, process: Process) -> list[nn.Modul
     return modules
 
 
-def keep_own_experts(model: PreTrainedModel | PeftModel, process: Process) -> None:
+def keep_local_experts(model: PreTrainedModel | PeftModel, process: Process) -> None:
     """Keep only this rank's experts and their adapters, and add hooks that exchange tokens."""
-    outermost = divisible_experts(model, process)
+    outermost = shardable_experts(model, process)
     sizes = {unwrap(module)[1].num_experts for module in outermost}
     assert len(sizes) == 1, "experts of one number in all layers"
     ranks = ExpertRanks(process, sizes.pop())

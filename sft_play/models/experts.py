@@ -110,7 +110,7 @@ def routing_linears(model: nn.Module) -> set[str]:
             full_name = f"{block_name}.{child_name}"
             if full_name == experts_name:
                 continue
-            linears = [name for name, part in child.named_modules() if is_linear(part)]
+            linears = [name for name, part in child.named_modules() if is_adaptable_linear(part)]
             if len(linears) != 1:
                 continue  # attention or an MLP
             linear = f"{full_name}.{linears[0]}".rstrip(".")
@@ -157,14 +157,14 @@ def source_of(module_class: type[nn.Module]) -> str:
         return ""
 
 
-def is_linear(module: nn.Module) -> bool:
+def is_adaptable_linear(module: nn.Module) -> bool:
     """Return whether a module is a linear layer that adapters can wrap."""
     return isinstance(module, nn.Linear | Conv1D)
 
 
 def linear_names(model: nn.Module) -> list[str]:
     """Return the names of the linear layers that read text and that adapters can wrap."""
-    return [name for name, module in text_modules(model) if is_linear(module)]
+    return [name for name, module in text_modules(model) if is_adaptable_linear(module)]
 
 
 def encoder_linears(model: PreTrainedModel) -> list[str]:
@@ -173,7 +173,9 @@ def encoder_linears(model: PreTrainedModel) -> list[str]:
     for encoder, module in encoders_of(model).items():
         for own, part in module.named_modules(prefix=encoder):
             parent, _, word = own.rpartition(".")
-            if is_linear(part) and not reads_weight(word, type(model.get_submodule(parent))):
+            if is_adaptable_linear(part) and not reads_weight(
+                word, type(model.get_submodule(parent))
+            ):
                 found.append(own)
     return found
 
@@ -207,7 +209,7 @@ def _is_list_of_experts(name: str, modules: nn.ModuleList) -> bool:
     if len(modules) < 2 or not any(part.isdecimal() for part in name.split(".")):
         return False
     classes = {type(module) for module in modules}
-    return len(classes) == 1 and any(is_linear(part) for part in modules[0].modules())
+    return len(classes) == 1 and any(is_adaptable_linear(part) for part in modules[0].modules())
 
 
 def true_shape(parameter: nn.Parameter) -> tuple[int, ...]:

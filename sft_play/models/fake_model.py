@@ -17,8 +17,8 @@ from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.models import bnb, lora
 from sft_play.models.architecture import empty_model, replace_tensors
-from sft_play.models.base_files import Growth, grow_config, read_config
-from sft_play.models.bnb import ExpertQuantizer, pack
+from sft_play.models.base_files import VocabularyGrowth, grow_config, read_config
+from sft_play.models.bnb import ExpertQuantizer, pack_4bit
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast.attention.forward import keep_soft_caps
 from sft_play.models.float8.linear import float8_on_meta
@@ -37,7 +37,7 @@ def build_architecture(config: Config, compute_dtype: torch.dtype) -> PreTrained
         options["attn_implementation"] = "sdpa"  # flash-attn may not be installed here
     architecture = load_architecture(config)
     rows = architecture.get_text_config().vocab_size
-    growth = Growth(rows, grown_vocabulary(config.model, rows, environment()))
+    growth = VocabularyGrowth(rows, grown_vocabulary(config.model, rows, environment()))
     model = empty_model(
         grow_config(architecture, growth),
         weight_dtype(config, compute_dtype),
@@ -93,7 +93,7 @@ def quantize_on_meta(model: PreTrainedModel, quantization: Any) -> None:
         if isinstance(module, Linear4bit):
             module.weight._quantize(torch.device("meta"))
     for weight in expert_weights(model):
-        packed = pack(model.get_parameter(weight.name), quantization)
+        packed = pack_4bit(model.get_parameter(weight.name), quantization)
         setattr(model.get_submodule(weight.module_name), weight.parameter_name, packed)
     quantizer.postprocess_model(model)
     bnb.keep_differentiable(model)

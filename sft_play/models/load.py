@@ -101,7 +101,7 @@ def load_model(
     if config.tuning.backend == "unsloth":
         from sft_play.models import unsloth  # not at the top: it patches transformers
 
-        return unsloth.load(config, process)
+        return unsloth.load_with_unsloth(config, process)
     model = base = load_base(config, process, places)
     deliver(model, config)
     if config.tuning.mode == "full":
@@ -111,16 +111,16 @@ def load_model(
         deliver_adapters(model)
         if places.is_fsdp and is_quantized(config):
             check = bnb.refuse_wrong_unpacking
-            sharding.divide_quantized(base, process, config.train.fsdp_offload, check)
+            sharding.shard_quantized(base, process, config.train.fsdp_offload, check)
         elif has_float8(base):
             leave_to_each_rank(model)
     if places.offloaded_layers:
         weight_offloading.offload_layers(model, base, process, places.offloaded_layers)
     if places.is_expert_parallel:
-        expert_parallel.keep_own_experts(base, process)
+        expert_parallel.keep_local_experts(base, process)
     if places.is_fsdp:
-        sharding.move_undivided(model, process)
-    sharding.start(base, process)
+        sharding.move_unsharded(model, process)
+    sharding.run_one_token(base, process)
     install_fused_kernels(model, config, process, places.zero_stage, proofs)
     return model
 
@@ -199,7 +199,7 @@ def load_base(
             stack.enter_context(reading_stored(found, process.device, keeps))
         stack.enter_context(_reading(config, process, found, places))
         if places.is_fsdp and is_quantized(config):
-            stack.enter_context(sharding.keeping_own_rows(process, config.train.fsdp_offload))
+            stack.enter_context(sharding.keeping_local_rows(process, config.train.fsdp_offload))
         if places.offloaded_layers:
             stack.enter_context(weight_offloading.leaving_on_host(process, places.offloaded_layers))
         if places.offloaded_layers or _has_experts(stored):
@@ -240,9 +240,9 @@ def _reading(
     if places.is_fsdp:
         trains_weights = config.tuning.mode == "full"
         offloads = config.train.fsdp_offload
-        return sharding.dividing_while_loading(process, trains_weights, offloads)
+        return sharding.sharding_while_loading(process, trains_weights, offloads)
     if places.is_expert_parallel:
-        return expert_parallel.dividing_while_loading(process)
+        return expert_parallel.sharding_experts_while_loading(process)
     return contextlib.nullcontext()
 
 

@@ -68,9 +68,9 @@ def add_adapters(
     # PEFT draws on the CPU: the initial weights of a seed do not depend on strategy, GPU or earlier
     # draws
     torch.default_generator.manual_seed(config.train.seed)
-    adapted = expert_adapters.add_adapters(model, adapters, lora.experts == "shared")
+    adapted = expert_adapters.add_expert_adapters(model, adapters, lora.experts == "shared")
     if config.model.adapter and not config.train.resume_from:
-        expert_adapters.load_weights(adapted, config.model.adapter)
+        expert_adapters.load_adapter_weights(adapted, config.model.adapter)
     _train_modules_in_float32(adapted)
     refuse_merging(adapted)
     return adapted

@@ -36,8 +36,8 @@ from sft_play.models.base_files import (
     stored_format,
     write_config,
 )
-from sft_play.models.bnb import pack, packed_names, unpack
-from sft_play.models.expert_adapters import load_adapter
+from sft_play.models.bnb import pack_4bit, packed_names, unpack_4bit
+from sft_play.models.expert_adapters import load_frozen_adapter
 from sft_play.models.experts import expert_weights
 from sft_play.models.float8.linear import float8_candidates
 from sft_play.models.float8.quantize import quantize_weight, why_not_quantized
@@ -101,7 +101,7 @@ def merge_files(merge: Merge, target: Path) -> PreTrainedModel:
         dtype = merge.dtype if tensor.is_floating_point() else None
         dtype = dtype or plain_dtype(in_file, tensor)
         if parameter in packed:
-            merged = rounded(tensor.to(merge.base_dtype), merge.quantization)
+            merged = rounded_as_quantized(tensor.to(merge.base_dtype), merge.quantization)
         if parameter in skeleton.deltas:
             merged = merged.float() + pieces(parameter)[name]
         elif parameter in skeleton.changes:
@@ -132,9 +132,9 @@ def merge_whole(merge: Merge, target: Path) -> PreTrainedModel:
     if merge.quantization is not None:
         for name in quantized_names(base, merge):
             weight = base.get_parameter(name)
-            packed = rounded(weight.data.to(merge.base_dtype), merge.quantization)
+            packed = rounded_as_quantized(weight.data.to(merge.base_dtype), merge.quantization)
             weight.data = packed.to(weight.dtype)
-    merged = load_adapter(base, merge.adapter).merge_and_unload(safe_merge=True)
+    merged = load_frozen_adapter(base, merge.adapter).merge_and_unload(safe_merge=True)
     if merge.dtype is not None:
         merged = merged.to(merge.dtype)
     merged.save_pretrained(target)
@@ -153,7 +153,7 @@ def build_skeleton(merge: Merge) -> Skeleton:
     model = empty_model(stored, torch.float32, merge.config.model.trust_remote_code)
     without_memory(model)
     is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    adapted = load_adapter(model, merge.adapter)
+    adapted = load_frozen_adapter(model, merge.adapter)
     changes, deltas = find_changes(adapted)
     twin = plain_twin(model)
     names = {module: f"{name}.weight" for name, module in twin.named_modules()}
@@ -326,11 +326,11 @@ def quantized_names(model: PreTrainedModel, merge: Merge) -> set[str]:
     return {f"{name}.weight" for name in float8_candidates(empty_twin(model)).quantized}
 
 
-def rounded(weight: Tensor, quantization: Quantization) -> Tensor:
+def rounded_as_quantized(weight: Tensor, quantization: Quantization) -> Tensor:
     """Return a weight with the values that a quantized base computes with."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if isinstance(quantization, BitsAndBytesConfig):
-        return unpack(pack(weight.to(device), quantization)).to(weight.device)
+        return unpack_4bit(pack_4bit(weight.to(device), quantization)).to(weight.device)
     found = quantize_weight(weight)
     if why_not_quantized(weight, found) is not None:
         return weight

@@ -43,20 +43,20 @@ class Mxfp4State:
         return replace(self, absmax=self.absmax.to(device))
 
 
-def is_turned(state: Any) -> bool:
+def is_transposed(state: Any) -> bool:
     """Return whether a packed weight, of any format, is stored with its last dimensions swapped."""
     return isinstance(state, Mxfp4State) and state.is_turned
 
 
-def stored_shape(state: Any) -> tuple[int, ...]:
+def packed_shape(state: Any) -> tuple[int, ...]:
     """Return the shape in which a packed weight, of any format, is stored."""
-    if not is_turned(state):
+    if not is_transposed(state):
         return tuple(state.shape)
     experts, first, second = state.shape
     return experts, second, first
 
 
-def pack(weight: Tensor, is_turned: bool) -> Params4bit | None:
+def pack_mxfp4(weight: Tensor, is_turned: bool) -> Params4bit | None:
     """Return a 3-D weight in MXFP4, None if MXFP4 cannot represent every number exactly."""
     stored = weight.transpose(1, 2) if is_turned else weight
     if stored.shape[-1] % BLOCK:
@@ -98,10 +98,10 @@ def _written(blocks: Tensor) -> tuple[Tensor, Tensor] | None:
     return packed, (exponent + BIAS).to(torch.uint8)
 
 
-def unpack(packed: Tensor, state: Mxfp4State) -> Tensor:
+def unpack_mxfp4(packed: Tensor, state: Mxfp4State) -> Tensor:
     """Return the weight, unpacked per expert: an index needs 16 times the bytes of its codes."""
     numbers = torch.tensor(MXFP4, dtype=state.dtype, device=packed.device)
-    shape = stored_shape(state)
+    shape = packed_shape(state)
     weight = numbers.new_empty(shape)
     of_experts = zip(packed.view(shape[0], -1), state.absmax.view(shape[0], -1), strict=True)
     for expert, (flat, exponents) in zip(weight, of_experts, strict=True):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from sft_play.models.architecture import encoders_of
 from sft_play.models.experts import expert_weights, routing_linears
-from sft_play.models.sharding import own_part
+from sft_play.models.sharding import local_shard
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def base_tensors(model: nn.Module) -> Iterator[Tensor]:
+def iter_base_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield the stored tensors of all parameters that do not belong to an adapter."""
     adapter_ids = {id(parameter) for parameter in adapter_parameters(model)}
     base = [parameter for parameter in model.parameters() if id(parameter) not in adapter_ids]
@@ -75,7 +75,7 @@ def base_tensors(model: nn.Module) -> Iterator[Tensor]:
 def stored_tensors(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
     """Yield the tensors that store parameters on this rank: ZeRO-3 shards, 4-bit constants."""
     for parameter in parameters:
-        yield own_part(parameter)
+        yield local_shard(parameter)
         if hasattr(parameter, "ds_tensor"):  # this rank's shard under ZeRO-3
             yield parameter.ds_tensor
         state = getattr(parameter, "quant_state", None)  # bitsandbytes' QuantState

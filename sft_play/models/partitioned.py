@@ -8,8 +8,8 @@ frees them during it, and gathers them again around its backward pass.
 A weight that is gathered again has another memory address. A function stores the parameter for its
 backward pass, and no tensor derived from it.
 
-Until DeepSpeed's engine exists, nothing gathers weights. `gathered` and `gathering_layers` gather
-them.
+Until DeepSpeed's engine exists, nothing gathers weights. `gathered_parameters` and
+`gathering_layers` gather them.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def is_hooked_by_deepspeed(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def gathered(parameters: Iterable[Tensor | None]) -> Iterator[None]:
+def gathered_parameters(parameters: Iterable[Tensor | None]) -> Iterator[None]:
     """Gather parameters that ZeRO-3 has freed. All ranks must pass the same parameters."""
     divided = [each for each in parameters if each is not None and is_partitioned(each)]
     freed = [parameter for parameter in divided if parameter.ds_status.name == FREED]
@@ -78,7 +78,7 @@ def gathered(parameters: Iterable[Tensor | None]) -> Iterator[None]:
             freed[0].partition(param_list=freed)
 
 
-def units_by_module(model: nn.Module) -> dict[nn.Module, nn.Module]:
+def layers_by_module(model: nn.Module) -> dict[nn.Module, nn.Module]:
     """Return the layer of each module, or the model for modules outside of layers.
 
     Return {} for a model that ZeRO-3 does not shard.
@@ -91,8 +91,8 @@ def units_by_module(model: nn.Module) -> dict[nn.Module, nn.Module]:
     return found
 
 
-def parameters_of(unit: nn.Module, units: dict[nn.Module, nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters of a unit of `units_by_module`, without those of other units."""
+def unit_parameters(unit: nn.Module, units: dict[nn.Module, nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of a unit of `layers_by_module`, without those of other units."""
     owners = [module for module, of in units.items() if of is unit]
     found = [each for module in owners for each in module.parameters(recurse=False)]
     return list(dict.fromkeys(found))
@@ -105,7 +105,7 @@ def gathering_layers(model: nn.Module) -> Iterator[None]:
     for layer in outermost_layers(model):
         parameters = [each for each in layer.parameters() if is_partitioned(each)]
         if parameters:
-            hooks += run_within(layer, partial(gathered, parameters))
+            hooks += run_within(layer, partial(gathered_parameters, parameters))
     try:
         yield
     finally:

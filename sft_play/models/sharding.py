@@ -48,7 +48,7 @@ OWN_ROWS = "own_rows"  # attribute of a parameter: this rank's rows of it
 
 
 @contextlib.contextmanager
-def dividing_while_loading(
+def sharding_while_loading(
     process: Process, trains_weights: bool, offloads: bool
 ) -> Iterator[None]:
     """Let from_pretrained shard a model once it is built, on the meta device.
@@ -137,7 +137,7 @@ def _divide(
         type(unit).__module__ = own_class.__module__
 
 
-def keeping_own_rows(process: Process, offloads: bool) -> contextlib.AbstractContextManager[None]:
+def keeping_local_rows(process: Process, offloads: bool) -> contextlib.AbstractContextManager[None]:
     """Let from_pretrained keep only this rank's rows of each layer's weights, until `_divide`.
 
     This is for weights that are quantized as they are read: every rank reads and quantizes all of
@@ -169,7 +169,7 @@ def has_rows_alone(weight: Tensor) -> bool:
     return OWN_ROWS in vars(weight)
 
 
-def divide_quantized(
+def shard_quantized(
     model: PreTrainedModel,
     process: Process,
     offloads: bool,
@@ -212,7 +212,7 @@ def divide_quantized(
         names = [(module, name) for module, name in packed if units[module] is unit]
         for module, name in names:
             vars(module._parameters[name]).update(packed[module, name])
-        with gathered(unit):
+        with gathered_unit(unit):
             for module, name in names:
                 whole = module._parameters[name]
                 whole.__class__ = Params4bit
@@ -253,7 +253,7 @@ def outermost_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 
 
 @torch.no_grad()
-def move_undivided(model: nn.Module, process: Process) -> None:
+def move_unsharded(model: nn.Module, process: Process) -> None:
     """Move what FSDP does not shard to this rank's device, if it was loaded to the host.
 
     This includes buffers, and adapters that PEFT has put on their module's device.
@@ -278,28 +278,28 @@ def device_of(tensor: Tensor) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def is_divided(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
     """Return whether FSDP has sharded weights of a model."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def trains_divided(model: nn.Module) -> bool:
+def trains_sharded(model: nn.Module) -> bool:
     """Return whether sharded weights are trained, and not only adapters."""
     return any(isinstance(p, DTensor) and p.requires_grad for p in model.parameters())
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's rows of a sharded tensor; return any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
-def start(base: PreTrainedModel, process: Process) -> None:
+def run_one_token(base: PreTrainedModel, process: Process) -> None:
     """Run one token through a sharded model, after it is known which weights are trained.
 
     FSDP treats the first unit that runs as the root, so that unit must be the root.
     """
-    if not is_divided(base):
+    if not is_sharded(base):
         return
     was_training = base.training
     token = torch.zeros((1, 1), dtype=torch.int64, device=process.device)
@@ -318,7 +318,7 @@ def units_by_module(model: nn.Module) -> dict[nn.Module, FSDPModule]:
 
 
 @contextlib.contextmanager
-def gathered(unit: FSDPModule) -> Iterator[None]:
+def gathered_unit(unit: FSDPModule) -> Iterator[None]:
     """Gather a unit's weights in this context, to run modules inside it by themselves."""
     unit.unshard()
     try:
@@ -357,7 +357,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return all full weights, tied ones once, in the main rank's host memory; {} on other ranks.
 
     Every rank must call it.

@@ -21,8 +21,8 @@ from sft_play.data.batch import LossTokens
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
-from sft_play.models.parameters import adapter_parameters, base_tensors
-from sft_play.plan.ranks import precision
+from sft_play.models.parameters import adapter_parameters, iter_base_tensors
+from sft_play.plan.ranks import config_precision
 from sft_play.plan.traced import TracedSize
 from sft_play.process import DTYPES
 
@@ -77,7 +77,7 @@ class StepSetup:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Return the dtype of matrix multiplications."""
-        return DTYPES[precision(self.config)]
+        return DTYPES[config_precision(self.config)]
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,9 @@ class StepMeter:
         self.setup = setup
         self.device = next(model.parameters()).device
         self.tracker = MemoryTracker()
-        self.tracker.track([*base_tensors(model), *adapter_parameters(model), *model.buffers()])
+        self.tracker.track(
+            [*iter_base_tensors(model), *adapter_parameters(model), *model.buffers()]
+        )
         self._moments: list[Moment] = []
         with self.tracker:
             for parameter in model.parameters():

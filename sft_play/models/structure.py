@@ -267,7 +267,7 @@ def _attention_features(attention: nn.Module) -> tuple[int, int]:
     return query_features, kv_features or query_features
 
 
-def serve() -> None:
+def serve_structures() -> None:
     """Answer requests from stdin until none has arrived for IDLE_SECONDS."""
     answers = sys.stdout
     sys.stdout = sys.stderr  # a model's code may print
@@ -280,4 +280,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    serve_structures()

@@ -40,7 +40,7 @@ from sft_play.models.stored_weights import replaced
 from sft_play.models.structure import UNBUILDABLE
 from sft_play.models.triton_kernels import tracing_gpu
 from sft_play.plan.fast import MIN_CAPABILITY
-from sft_play.plan.traced import SIZES, Growth, LayersGrowth, TracedSize, TracedStep
+from sft_play.plan.traced import SIZES, ActivationGrowth, LayersGrowth, TracedSize, TracedStep
 from sft_play.process import Process
 
 torch_attention = functional.scaled_dot_product_attention
@@ -128,7 +128,7 @@ def fake_kernels(is_gpu: bool) -> Iterator[None]:
         yield
 
 
-Measured = Mapping[TracedSize, MicroBatchBytes]
+TracedModule = Mapping[TracedSize, MicroBatchBytes]
 
 
 @contextlib.contextmanager
@@ -178,9 +178,9 @@ def trace_step(setup: StepSetup) -> TracedStep:
             periods = (depth - cuts[0]) / (cuts[0] - cuts[1])
     has_pairs = "attention" not in kernels.on
 
-    def growth(name: str) -> Growth:
+    def growth(name: str) -> ActivationGrowth:
         found = {size: getattr(each, name) for size, each in cut[0].items()}
-        return Growth.through(found, has_pairs)
+        return ActivationGrowth.through(found, has_pairs)
 
     plain, checkpointed = (
         _deeper(measured, of_fewer, periods, is_full, has_pairs)
@@ -250,7 +250,7 @@ def cut_layers(model: PreTrainedModel, depth: int) -> None:
 
 def measure_sizes(
     model: PreTrainedModel, setup: StepSetup, runs_backward: bool = True
-) -> list[Measured]:
+) -> list[TracedModule]:
     """Return the bytes of micro-batches of all SIZES, with no layer checkpointed and with all."""
     meter = StepMeter(model, setup)
     found = []
@@ -260,7 +260,7 @@ def measure_sizes(
 
 
 def _deeper(
-    cut: Measured, fewer: Measured, periods: float, is_full: bool, has_pairs: bool
+    cut: TracedModule, fewer: TracedModule, periods: float, is_full: bool, has_pairs: bool
 ) -> LayersGrowth:
     """Return the growth of a model that is deeper than `cut` by `periods` times the difference.
 
@@ -274,5 +274,5 @@ def _deeper(
         for size, each in cut.items():
             period = getattr(each, measured) - getattr(fewer[size], measured)
             sizes[size] = getattr(each, name) + round(periods * period)
-        deeper.append(Growth.through(sizes, has_pairs))
+        deeper.append(ActivationGrowth.through(sizes, has_pairs))
     return LayersGrowth(*deeper)

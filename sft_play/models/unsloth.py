@@ -37,7 +37,7 @@ def import_first() -> None:
     importlib.import_module("unsloth")
 
 
-def load(config: Config, process: Process) -> "PreTrainedModel":
+def load_with_unsloth(config: Config, process: Process) -> "PreTrainedModel":
     """Return Unsloth's model on this rank's GPU, with adapters unless the mode is full.
 
     It uses SFT-Play's fused loss if possible.

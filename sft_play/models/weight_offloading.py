@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
-from sft_play.models.sharding import move_undivided
+from sft_play.models.sharding import move_unsharded
 from sft_play.models.stored_weights import changing_weights
 from sft_play.process import Process
 
@@ -87,7 +87,7 @@ class OffloadedLayers:
     """Layers whose frozen weights are in host memory, and the buffers in which they compute."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], frozen: Sequence[list["Place"]], process: Process
+        self, layers: Sequence[nn.Module], frozen: Sequence[list["FrozenTensor"]], process: Process
     ):
         self.numbers: dict[nn.Module, int] = {}  # index of the layer that a module belongs to
         sizes = [sum(_aligned(place.tensor.nbytes) for place in places) for places in frozen]
@@ -119,7 +119,7 @@ class OffloadedLayers:
         if module in self.numbers:
             self._bring(self.numbers[module])
 
-    def _move(self, number: int, places: list["Place"], is_filling: bool) -> None:
+    def _move(self, number: int, places: list["FrozenTensor"], is_filling: bool) -> None:
         """Copy the tensors of a layer to host memory, and make them views of its buffer."""
         start = 0
         for place in places:
@@ -165,7 +165,7 @@ class OffloadedLayers:
             self.copied[turn] = self.stream.copy(self.buffers[turn][: len(source)], source)
 
 
-class Place(NamedTuple):
+class FrozenTensor(NamedTuple):
     """A frozen tensor of a layer: the data of a parameter, or the scales of a 4-bit parameter."""
 
     owner: Any
@@ -190,7 +190,7 @@ def offload_layers(model: nn.Module, base: PreTrainedModel, process: Process, co
     """
     owners = Counter(weight for layer in decoder_layers(base) for weight in layer.parameters())
     layers = chosen_layers(base, count)
-    frozen: list[list[Place]] = []
+    frozen: list[list[FrozenTensor]] = []
     moved: set[nn.Parameter] = set()
     for layer in layers:
         places = []
@@ -198,12 +198,12 @@ def offload_layers(model: nn.Module, base: PreTrainedModel, process: Process, co
             is_own = owners[weight] == 1  # layers may share weights
             if is_own and not weight.requires_grad and weight.nbytes >= MIN_BYTES:
                 moved.add(weight)
-                places.append(Place(weight, "data"))
+                places.append(FrozenTensor(weight, "data"))
                 if _has_scales(weight):
-                    places.append(Place(weight.quant_state, "absmax"))
+                    places.append(FrozenTensor(weight.quant_state, "absmax"))
         frozen.append(places)
     vars(base)[ATTRIBUTE] = OffloadedLayers(layers, frozen, process)
-    move_undivided(model, process)
+    move_unsharded(model, process)
     for weight in base.parameters():
         if _has_scales(weight):
             weight.quant_state.to(process.device)

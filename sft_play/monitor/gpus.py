@@ -15,9 +15,9 @@ from sft_play.plan.devices import (
     GIB,
     Gpu,
     NvmlUnavailable,
-    answer,
     cpu_count,
     host_memory,
+    nvml_answer,
     nvml_gpus,
     nvml_session,
 )
@@ -173,9 +173,9 @@ def _connection_lines(gpus: tuple[Gpu, ...]) -> Iterator[str]:
 
 def _slot_words(nvml: ModuleType, handle: Any) -> str:
     """Return the PCIe link of a GPU: an idle one slows its link down, but keeps its lanes."""
-    generation = answer(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
-    lanes = answer(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle)
-    most = answer(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
+    generation = nvml_answer(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)
+    lanes = nvml_answer(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle)
+    most = nvml_answer(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle)
     if generation is None or lanes is None:
         return "unknown"
     of_most = f" of {most}" if most and most > lanes else ""
@@ -183,10 +183,12 @@ def _slot_words(nvml: ModuleType, handle: Any) -> str:
 
 
 def _path(nvml: ModuleType, first: Any, second: Any) -> LinkPath:
-    status = answer(nvml, "nvmlDeviceGetP2PStatus", first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    status = nvml_answer(
+        nvml, "nvmlDeviceGetP2PStatus", first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK
+    )
     if status == nvml.NVML_P2P_STATUS_OK:
         return LinkPath("NVLink", f"NV{_count_nvlinks(nvml, first, second) or '?'}")
-    ancestor = answer(nvml, "nvmlDeviceGetTopologyCommonAncestor", first, second)
+    ancestor = nvml_answer(nvml, "nvmlDeviceGetTopologyCommonAncestor", first, second)
     return PCIE_PATHS.get(ancestor, UNKNOWN_PATH)
 
 
@@ -195,13 +197,13 @@ def _count_nvlinks(nvml: ModuleType, first: Any, second: Any) -> int:
 
     These are its direct ones, or all of its own if they lead to a switch.
     """
-    other = answer(nvml, "nvmlDeviceGetPciInfo", second)
+    other = nvml_answer(nvml, "nvmlDeviceGetPciInfo", second)
     active = direct = 0
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if not answer(nvml, "nvmlDeviceGetNvLinkState", first, link):
+        if not nvml_answer(nvml, "nvmlDeviceGetNvLinkState", first, link):
             continue
         active += 1
-        end = answer(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", first, link)
+        end = nvml_answer(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", first, link)
         if other is not None and end is not None and end.busId == other.busId:
             direct += 1
     return direct or active

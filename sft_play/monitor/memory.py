@@ -10,14 +10,14 @@ from sft_play.monitor.gpus import gib
 from sft_play.plan.devices import (
     Gpu,
     NvmlUnavailable,
-    answer,
     host_memory,
+    nvml_answer,
     nvml_gpus,
     nvml_session,
     sample_gpus,
 )
 from sft_play.runs import lock
-from sft_play.runs.folder import listing
+from sft_play.runs.folder import list_runs
 from sft_play.runs.metrics import GpuSample
 from sft_play.runs.report import RunReport
 
@@ -49,9 +49,9 @@ def memory_check_lines(environ: Mapping[str, str], output_dir: Path) -> list[str
                 processes: dict[int, int | None] = {}
                 for kind in ("Graphics", "Compute"):
                     question = f"nvmlDeviceGet{kind}RunningProcesses"
-                    for process in answer(nvml, question, handle) or []:
+                    for process in nvml_answer(nvml, question, handle) or []:
                         processes[process.pid] = process.usedGpuMemory
-                limit = answer(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)
+                limit = nvml_answer(nvml, "nvmlDeviceGetEnforcedPowerLimit", handle)
                 lines += _gpu_lines(gpu, load, limit, processes)
                 for pid, used_bytes in processes.items():
                     uses.setdefault(pid, {})[f"cuda:{gpu.index}"] = used_bytes
@@ -68,7 +68,7 @@ def run_lines(output_dir: Path, uses: UseByPid) -> list[str]:
     """
     lines: list[str] = []
     latest = ""
-    for folder in listing(output_dir):
+    for folder in list_runs(output_dir):
         report, holder = folder.read_report(), lock.read_holder(folder.path)
         # of another machine, its processes would have other numbers here
         if report.state == "running" and holder is not None and holder.is_alive():

@@ -91,7 +91,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def check_trackers(names: Iterable[str]) -> None:
+def require_trackers(names: Iterable[str]) -> None:
     """Raise EnvironmentFault for the first tracker whose package is not installed."""
     for name in names:
         if not any(map(installed_version, PACKAGES_OF_TRACKER.get(name, (name,)))):

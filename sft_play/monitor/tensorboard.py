@@ -52,7 +52,7 @@ class Board:
         return f"http://{HOST}:{self.port}"
 
 
-def start(
+def start_tensorboard(
     logdir: Path, port: int, python: str, environ: Mapping[str, str], pid_file: Path
 ) -> tuple[Board, str]:
     """Return a TensorBoard that shows `logdir`, a running one or a new one, and what to print.

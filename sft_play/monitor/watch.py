@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import fmean
 
 from sft_play.plan.devices import GIB
-from sft_play.progress import duration, in_short
+from sft_play.progress import duration, short_number
 from sft_play.reporting.bootstrap import recorded_scores
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import Json
-from sft_play.runs.folder import listing
+from sft_play.runs.folder import list_runs
 from sft_play.runs.metrics import MetricsLine
 from sft_play.runs.report import logged_scores
 
@@ -28,7 +28,7 @@ LOG_TAIL_BYTES = 8192
 SILENT_SECONDS = 30.0
 LOG_PREFIX = re.compile(r"^\S+ \S+ (INFO|WARNING|ERROR) \S+: (.+)")
 FACTS = {
-    "tokens_per_second": lambda tokens: f"{in_short(tokens)} tokens/s",
+    "tokens_per_second": lambda tokens: f"{short_number(tokens)} tokens/s",
     "step_seconds": "{:.3g} s per step".format,
     "mfu": "MFU {:.0%}".format,
     "learning_rate": "learning rate {:.3g}".format,
@@ -50,11 +50,11 @@ def last_log_line(path: Path) -> str:
     for line in reversed(tail.splitlines()):
         found = LOG_PREFIX.match(line)
         if found:
-            return plain(found[2])
+            return plain_line(found[2])
     return ""
 
 
-def plain(text: str) -> str:
+def plain_line(text: str) -> str:
     """Return text on one line, without characters that would steer a terminal."""
     return " ".join("".join(char if char.isprintable() else " " for char in text).split())
 
@@ -73,7 +73,7 @@ def frame(run: RunFacts) -> list[str]:
     # of the last evaluation that generated some
     for each in next((line.answers for line in reversed(run.lines) if line.answers), ()):
         texts = {"prompt  ": each.prompt, "expected": each.expected, "answer  ": each.answer}
-        lines += ["", *(f"{name} {plain(text)}" for name, text in texts.items())]
+        lines += ["", *(f"{name} {plain_line(text)}" for name, text in texts.items())]
     return lines
 
 
@@ -220,7 +220,7 @@ def _columns(values: Sequence[float], width: int) -> list[float]:
 
 def run_table(output_dir: Path) -> list[str]:
     """Return a line for each run below `output_dir`, oldest first."""
-    runs = list(map(RunFacts.read, listing(output_dir)))
+    runs = list(map(RunFacts.read, list_runs(output_dir)))
     if not runs:
         return [f"{output_dir} holds no run yet; make train makes one"]
     width = max(len(run.run) for run in runs)
@@ -231,7 +231,7 @@ def runs_json(output_dir: Path) -> list[Json]:
     """Return the content of run.json of each run, with its folder and its state of now."""
     return [
         {**run.report.to_json(), "folder": str(run.folder.path), "state": run.report.state}
-        for run in map(RunFacts.read, listing(output_dir))
+        for run in map(RunFacts.read, list_runs(output_dir))
     ]
 
 

@@ -15,7 +15,7 @@ from sft_play.plan.inputs import (
     PlanInputs,
     draft_of,
     plan_step,
-    step_of,
+    rank_step,
     why_not_shared,
 )
 from sft_play.plan.memory import GIB, host_bytes, offloaded_weight_bytes
@@ -30,7 +30,7 @@ MAX_COMBINED = 3  # changes at once
 
 
 @dataclass(frozen=True)
-class Change:
+class Advised:
     """Settings that make a step fit."""
 
     words: str  # to type
@@ -54,7 +54,7 @@ class Option:
         return [self.group] if self.group in ("length", "batch") else self.words.split()
 
 
-def changes(draft: Draft, gpu_count: int) -> tuple[Change, ...]:
+def changes(draft: Draft, gpu_count: int) -> tuple[Advised, ...]:
     """Return the changes that make a step fit on a host of `gpu_count` GPUs.
 
     All settings of a change are needed. Changes that train the same thing come first, then the
@@ -69,7 +69,7 @@ def changes(draft: Draft, gpu_count: int) -> tuple[Change, ...]:
     )
     options = list(_options(replace(draft, inputs=inputs), gpu_count))
     before = draft.tokens_per_second()
-    found: dict[frozenset[str], Change] = {}
+    found: dict[frozenset[str], Advised] = {}
     for count in range(1, MAX_COMBINED + 1):
         for combined in combinations(options, count):
             key = frozenset(setting for option in combined for setting in option.settings)
@@ -84,12 +84,12 @@ def changes(draft: Draft, gpu_count: int) -> tuple[Change, ...]:
     return tuple(sorted(found.values(), key=_rank))
 
 
-def _rank(change: Change) -> tuple[bool, float]:
+def _rank(change: Advised) -> tuple[bool, float]:
     return bool(change.costs), -(change.relative_speed or 0.0)
 
 
 def _draft(inputs: PlanInputs) -> Draft:
-    return plan_step(inputs, step_of(inputs))
+    return plan_step(inputs, rank_step(inputs))
 
 
 def _host_bytes(draft: Draft) -> int:
@@ -100,7 +100,7 @@ def _host_bytes(draft: Draft) -> int:
     )
 
 
-def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None) -> Change | None:
+def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None) -> Advised | None:
     """Return the combined effect of the options, None if the step still does not fit."""
     for option in options:
         inputs = option.applied(inputs)
@@ -118,7 +118,7 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None)
     words = [batch if option.group == "batch" else option.words for option in options]
     words.sort(key=lambda word: not word.startswith("make"))
     after = draft.tokens_per_second()
-    return Change(
+    return Advised(
         words=" ".join(words),
         costs=", ".join(option.costs for option in options if option.costs),
         predicted_peak=draft.peak_bytes,
@@ -198,7 +198,7 @@ def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
             yield Option(words, engine, "engine")
         with_offload = partial(engine, offload_weights=True)
         offloaded = with_offload(inputs)
-        draft = draft_of(offloaded, step_of(offloaded))
+        draft = draft_of(offloaded, rank_step(offloaded))
         on_host = host_bytes(draft.step, draft.layout)
         if not machine.offload_weights and on_host <= offloaded.machine.host_budget_bytes:
             named = " TRAIN_STRATEGY=fsdp" * (train.strategy not in ("auto", "fsdp"))
@@ -224,7 +224,7 @@ def _context_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
         changed = partial(_sharing, per_node=per_node, gpu_count=gpu_count, count=count)
         shared = changed(inputs)
         is_more = count > inputs.config.train.context_parallel
-        if not is_more or why_not_shared(shared, step_of(shared), count) is not None:
+        if not is_more or why_not_shared(shared, rank_step(shared), count) is not None:
             continue
         if not _draft(shared).fits:
             continue
@@ -262,7 +262,7 @@ def _with_engine(
     machine = inputs.machine
     fetching = machine.fetching
     if zero_stage:  # with the JSON that ships
-        raw = deepspeed.read(ZERO_CONFIGS[f"zero{zero_stage}"])
+        raw = deepspeed.read_deepspeed_json(ZERO_CONFIGS[f"zero{zero_stage}"])
         fetching = deepspeed.fetching(raw, inputs.model.hidden)
     machine = replace(
         machine,

@@ -99,7 +99,7 @@ class BatchRequest:
         return " x ".join(factors)
 
 
-def choose(request: BatchRequest, peak_bytes: PeakBytes, budget_bytes: int) -> Layout | None:
+def choose_layout(request: BatchRequest, peak_bytes: PeakBytes, budget_bytes: int) -> Layout | None:
     """Return the fastest layout that fits in `budget_bytes`, None if none does.
 
     For each micro-batch, the fewest checkpointed layers with which it fits are tried, and `_cost`
@@ -113,11 +113,11 @@ def choose(request: BatchRequest, peak_bytes: PeakBytes, budget_bytes: int) -> L
         fitting = [layout for layout in layouts if layout is not None]
         if fitting:
             chosen = min(fitting, key=lambda layout: _cost(layout, request))
-            return merged(request, chosen, peak_bytes, budget_bytes)
+            return merged_layout(request, chosen, peak_bytes, budget_bytes)
     return smallest(request) if request.batch_size != "auto" else None
 
 
-def merged(
+def merged_layout(
     request: BatchRequest, layout: Layout, peak_bytes: PeakBytes, budget_bytes: int
 ) -> Layout:
     """Return a packed layout whose micro-batches have enough of a usual step's tokens to be fast.

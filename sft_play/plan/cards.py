@@ -135,7 +135,7 @@ def card_of(gpu_names: Sequence[str]) -> Card | None:
     return CARDS[key] if key else None
 
 
-def parse(words: str) -> Hardware:
+def parse_hardware(words: str) -> Hardware:
     """Return the hardware that `2xH200`, `8xA100-80`, `H100:8`, `RTX 4090` or `2x24GiB` names.
 
     All memory of its GPUs is free. Its host is assumed to have as much free RAM as its GPUs have

@@ -156,7 +156,7 @@ def load_model_config(
     """
     if Path(name).is_dir():
         return read_config_json(Path(name) / "config.json", name)
-    path = find_file(name, "config.json", revision, environ) or download(name, revision)
+    path = find_file(name, "config.json", revision, environ) or download_config(name, revision)
     return read_config_json(path, name)
 
 
@@ -255,7 +255,7 @@ def go_offline_without_network() -> None:
         constants.HF_HUB_OFFLINE = True
 
 
-def download(name: str, revision: str | None) -> Path:
+def download_config(name: str, revision: str | None) -> Path:
     """Return a config.json of the hub. Raises: EnvironmentFault when it cannot be fetched."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
@@ -355,7 +355,7 @@ def load_positions(model: ModelSection, environ: Mapping[str, str], may_fetch: b
     """
     path = find_file(model.name, "config.json", model.revision, environ)
     if path is None and may_fetch:
-        path = download(model.name, model.revision)
+        path = download_config(model.name, model.revision)
     if path is None:
         return None
     config = read_config_json(path, model.name)

@@ -106,7 +106,7 @@ def _counted_shape(config: Config, environ: Mapping[str, str]) -> ModelShape:
     told = f"counting the weights of {model.name} without loading them, once"
     folder = cache_folder(config) / "structures"
     try:
-        counted = answer(COUNTER, request, told, folder, environ)
+        counted = cached_answer(COUNTER, request, told, folder, environ)
     except Uncounted as reason:
         return replace(shape, guess=str(reason))
     if "unusable" in counted:
@@ -154,7 +154,9 @@ def load_trace(config: Config, machine: Machine, environ: Mapping[str, str]) -> 
         "zero_stage": machine.zero_stage,
     }
     told = f"tracing a {config.tuning.mode} step of {model.name} without its weights, once"
-    return _traced_step(answer(TRACER, request, told, cache_folder(config) / "traces", environ))
+    return _traced_step(
+        cached_answer(TRACER, request, told, cache_folder(config) / "traces", environ)
+    )
 
 
 @cache
@@ -201,7 +203,7 @@ def _resolved_name(name: str) -> str:
     return str(Path(name).resolve()) if Path(name).is_dir() else name
 
 
-def answer(
+def cached_answer(
     module: str,
     request: Mapping[str, object],
     told: str,
@@ -310,12 +312,12 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _digest(module: str, request: Mapping[str, object]) -> str:
-    text = json.dumps([module, request, versions()], sort_keys=True, separators=(",", ":"))
+    text = json.dumps([module, request, counting_versions()], sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache
-def versions() -> list[str]:
+def counting_versions() -> list[str]:
     """Return the versions of the libraries, and a digest of the code that counts models."""
     found = []
     for name in LIBRARIES:

@@ -147,7 +147,7 @@ def nvml_session() -> Iterator[ModuleType]:
         raise NvmlUnavailable(_cure(pynvml, error)) from None
 
 
-def answer(nvml: ModuleType, question: str, *arguments: Any) -> Any:
+def nvml_answer(nvml: ModuleType, question: str, *arguments: Any) -> Any:
     """Return NVML's answer, or None if this card, driver or container does not support it."""
     try:
         return getattr(nvml, question)(*arguments)
@@ -164,10 +164,12 @@ def sample_gpus(uuid_of_rank: Mapping[int, str]) -> list[GpuSample]:
     with nvml_session() as nvml:
         for rank, uuid in uuid_of_rank.items():
             handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            rates = answer(nvml, "nvmlDeviceGetUtilizationRates", handle)
-            memory = answer(nvml, "nvmlDeviceGetMemoryInfo", handle)
-            milliwatts = answer(nvml, "nvmlDeviceGetPowerUsage", handle)
-            celsius = answer(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
+            rates = nvml_answer(nvml, "nvmlDeviceGetUtilizationRates", handle)
+            memory = nvml_answer(nvml, "nvmlDeviceGetMemoryInfo", handle)
+            milliwatts = nvml_answer(nvml, "nvmlDeviceGetPowerUsage", handle)
+            celsius = nvml_answer(
+                nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU
+            )
             sample = GpuSample(
                 rank=rank,
                 busy_percent=rates and rates.gpu,

@@ -1,6 +1,6 @@
 """A plan's step and its layout, chosen from the config, the machine and the model.
 
-`step_of` may trace the model in another process. Everything else is arithmetic.
+`rank_step` may trace the model in another process. Everything else is arithmetic.
 """
 
 from collections.abc import Mapping
@@ -80,7 +80,7 @@ class Draft:
         return None if found is None else found.tokens_per_second
 
 
-def step_of(inputs: PlanInputs) -> StepSpec:
+def rank_step(inputs: PlanInputs) -> StepSpec:
     """Return the computation of each rank, with offloading that is auto turned off.
 
     A step of a model that is not like Llama is traced, which takes seconds if it is not cached.
@@ -157,7 +157,7 @@ def draft_of(inputs: PlanInputs, step: StepSpec) -> Draft:
     """Return a step with its layout. Raises: ConfigError for numbers that contradict each other."""
     request = request_of(inputs, step)
     peak_bytes = partial(memory.peak_bytes, step)
-    layout = batch.choose(request, peak_bytes, inputs.machine.budget_bytes)
+    layout = batch.choose_layout(request, peak_bytes, inputs.machine.budget_bytes)
     layout = layout or batch.smallest(request)
     return Draft(inputs, step, request, layout, peak_bytes(layout))
 

@@ -30,7 +30,7 @@ FLASH2_CAPABILITY = (8, 0)  # or newer
 INSTALL_FLASH2 = ".venv/bin/pip install flash-attn --no-build-isolation"
 
 
-def require(loaded: LoadedConfig, hardware: Hardware) -> None:
+def require_needs(loaded: LoadedConfig, hardware: Hardware) -> None:
     """Raise EnvironmentFault if a setting needs something that this machine does not have."""
     _require_backend(loaded.config, hardware)
     require_float8(loaded, hardware)
@@ -181,7 +181,7 @@ def _refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
 def refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJson) -> NoReturn:
     """Refuse bfloat16 under DeepSpeed without a GPU. Raises: ConfigError."""
     asked = loaded.described("train.bf16")
-    if deepspeed.precision(raw) == "bf16":
+    if deepspeed.json_precision(raw) == "bf16":
         asked = f"{path}: bf16.enabled=true"
     raise ConfigError(
         f"{asked}: transformers supports bfloat16 with DeepSpeed only on GPUs; "

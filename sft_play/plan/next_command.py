@@ -90,7 +90,7 @@ def probe_does_not_fit(
     """
     advice = smaller_rows(layout.max_seq_len)
     asked = replace(request, batch_size="auto", grad_accum="auto", gradient_checkpointing="auto")
-    fitting = batch.choose(asked, fit.peak, allowed_bytes)
+    fitting = batch.choose_layout(asked, fit.peak, allowed_bytes)
     if fitting is not None:
         advice = f"TRAIN_BATCH_SIZE={fitting.batch_size} TRAIN_GRAD_ACCUM={fitting.grad_accum}"
         if fitting.checkpointed_layers > layout.checkpointed_layers:

@@ -29,7 +29,7 @@ BY_TOKENS = ("forward", "backward")  # phases that grow with the tokens; the opt
 
 
 @dataclass(frozen=True)
-class Point:
+class ProbePoint:
     """Peak bytes of the allocator in each phase of a step, over all ranks."""
 
     tokens: int  # of a micro-batch on one rank
@@ -46,7 +46,7 @@ class Point:
 class ProbeReport:
     """The measurements of a probe before the first step, and the resulting choice."""
 
-    points: tuple[Point, ...]  # the two that were fitted first, if there are two
+    points: tuple[ProbePoint, ...]  # the two that were fitted first, if there are two
     predicted_before: Mapping[str, int]  # bytes of each phase by the closed form
     predicted_after: Mapping[str, int] | None  # by what was measured; None without a GPU
     verified_bytes: int | None  # of the chosen step, measured; None if it was not
@@ -56,7 +56,7 @@ class ProbeReport:
 
 
 @dataclass(frozen=True)
-class Line:
+class LinearFit:
     """Bytes as fixed + slope x tokens."""
 
     fixed: float
@@ -86,8 +86,8 @@ class MeasuredFit:
     """
 
     step: StepSpec
-    small: Point
-    large: Point
+    small: ProbePoint
+    large: ProbePoint
 
     def phases(self, layout: Layout) -> dict[str, int]:
         """Return the bytes of every phase of a step."""
@@ -116,7 +116,7 @@ class MeasuredFit:
         return StepBytes(phases)
 
     @property
-    def _points(self) -> tuple[Point, Point]:
+    def _points(self) -> tuple[ProbePoint, ProbePoint]:
         return self.small, self.large
 
     def _excess(self, name: str, layout: Layout, closed_bytes: int) -> int:
@@ -127,24 +127,29 @@ class MeasuredFit:
         if name not in BY_TOKENS:
             return max(measured) - closed_there[1]
         tokens = [point.tokens for point in self._points]
-        line, at_points = Line.through(tokens, measured), Line.through(tokens, closed_there)
+        line, at_points = (
+            LinearFit.through(tokens, measured),
+            LinearFit.through(tokens, closed_there),
+        )
         closed_here = self._closed_at_points(name, layout, layout.world_size)
         ratio = line.slope / at_points.slope if at_points.slope else 1.0
-        scaled = (ratio - 1) * (closed_bytes - Line.through(tokens, closed_here).fixed)
+        scaled = (ratio - 1) * (closed_bytes - LinearFit.through(tokens, closed_here).fixed)
         return round(line.fixed - at_points.fixed + scaled)
 
-    def _closed_at_points(self, name: str, like: Point | Layout, world_size: int) -> list[int]:
+    def _closed_at_points(self, name: str, like: ProbePoint | Layout, world_size: int) -> list[int]:
         """Return the closed form at the points' numbers of tokens, otherwise as `like`."""
         rows = [_one_row(like, point.tokens, world_size) for point in self._points]
         return [step_bytes(self.step, row).totals()[name] for row in rows]
 
 
-def _one_row(like: Point | Layout, tokens: int, world_size: int) -> Layout:
+def _one_row(like: ProbePoint | Layout, tokens: int, world_size: int) -> Layout:
     """Return the layout of one row with all the tokens, which needs the bytes of several rows."""
     return Layout(1, 1 + like.accumulates, world_size, tokens, like.checkpointed_layers)
 
 
-def memory_as_measured(step: StepSpec, layout: Layout, point: Point, used_bytes: int) -> StepBytes:
+def memory_as_measured(
+    step: StepSpec, layout: Layout, point: ProbePoint, used_bytes: int
+) -> StepBytes:
     """Return the bytes of a step that was itself measured, at `point`.
 
     `used_bytes` is what the process used then, including the allocator's gaps and the actual
@@ -184,7 +189,9 @@ def request_of_started_run(request: BatchRequest, planned: Layout) -> BatchReque
     return replace(request, gradient_checkpointing=planned.checkpointed_layers > 0)
 
 
-def is_known_to_fit(step: StepSpec, layout: Layout, points: Sequence[Point], budget: int) -> bool:
+def is_known_to_fit(
+    step: StepSpec, layout: Layout, points: Sequence[ProbePoint], budget: int
+) -> bool:
     """Return whether a step that needs at least as much was measured, within the budget."""
     beside = context_bytes(step, layout)
     for point in points:
@@ -205,16 +212,16 @@ def fingerprint(**facts: Any) -> str:
 
 
 @cache
-def digest_of_code() -> str:
+def digest_of_step() -> str:
     """Return the SHA-256 of the sources that compute a step."""
     return counting.digest_of_code(*COMPUTING)
 
 
-def read_points(folder: Path, fingerprint: str) -> tuple[Point, ...]:
+def read_points(folder: Path, fingerprint: str) -> tuple[ProbePoint, ...]:
     """Return the points of an earlier probe, the two of its fit first; () if none can be read."""
     path = folder / f"{fingerprint}.json"
     try:
-        return tuple(Point(**point) for point in read_json(path)["points"])
+        return tuple(ProbePoint(**point) for point in read_json(path)["points"])
     except FileNotFoundError:
         return ()
     except (ValueError, KeyError, TypeError) as error:
@@ -223,6 +230,6 @@ def read_points(folder: Path, fingerprint: str) -> tuple[Point, ...]:
         return ()
 
 
-def write_points(folder: Path, fingerprint: str, points: Sequence[Point]) -> None:
+def write_points(folder: Path, fingerprint: str, points: Sequence[ProbePoint]) -> None:
     """Cache the points of a probe, the two of its fit first."""
     write_json(folder / f"{fingerprint}.json", {"points": [asdict(point) for point in points]})

@@ -145,7 +145,7 @@ class PrecisionChoice(NamedTuple):
     warnings: list[str]
 
 
-def precision(config: Config) -> Precision:
+def config_precision(config: Config) -> Precision:
     """Return the precision of a resolved config, as accelerate spells it, or float32."""
     if config.train.bf16 is True:
         return "bf16"
@@ -166,7 +166,7 @@ def choose_precision(
     """
     train = loaded.config.train
     wants_bf16, wants_fp16 = train.bf16, train.fp16
-    of_json = deepspeed.precision(raw)
+    of_json = deepspeed.json_precision(raw)
     if of_json and wants_bf16 == wants_fp16 == "auto":
         wants_bf16, wants_fp16 = of_json == "bf16", of_json == "fp16"
     has_old_gpu = hardware.kind == "cuda" and not hardware.supports_bf16

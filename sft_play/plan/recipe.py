@@ -82,7 +82,7 @@ class RecipeFacts:
     rows: RowFacts | str = "nobody looked at the rows"  # or why there are none
 
 
-def settle(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
+def settle_autos(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
     """Return the config with a number for each auto of SETTINGS; its origin contains the reason.
 
     Raises: ConfigError if a number breaks a rule between settings.
@@ -236,7 +236,7 @@ def format_count(number: float) -> str:
     return f"{number / 1e6:.1f} million"
 
 
-def describe_weights(model: ModelShape) -> str:
+def model_summary(model: ModelShape) -> str:
     """Return a model's number of weights as text, and the special features of its layers."""
     words = f"{format_count(model.parameters)} weights"
     if model.guess is not None:

@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 
 from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
-from sft_play.plan.advice import Change
+from sft_play.plan.advice import Advised
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import GIB, StepBytes, step_bytes
-from sft_play.plan.ranks import DTYPE_NAMES, RESERVE, precision
-from sft_play.plan.recipe import describe_weights, format_count
+from sft_play.plan.ranks import DTYPE_NAMES, RESERVE, config_precision
+from sft_play.plan.recipe import format_count, model_summary
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.weight_offloading import describe_host
 from sft_play.plan.workload import (
@@ -63,7 +63,7 @@ def plan_line(planned: PlannedRun) -> str:
         f"strategy={plan.ranks.strategy}{zero}{context}{describe_host(plan.step)} "
         f"batch={layout.batch_size} x {layout.replicas} x accum={layout.grad_accum} "
         f"= {layout.rows_per_step} packing={str(plan.packing).lower()} "
-        f"checkpointing={checkpointing} compute={precision(planned.config)} "
+        f"checkpointing={checkpointing} compute={config_precision(planned.config)} "
         f"predicted_peak={_gib(plan.memory.predicted_peak)}GiB of {_gib(plan.budget_bytes)}GiB"
     )
 
@@ -131,7 +131,7 @@ def phases_json(memory: StepBytes) -> dict[str, dict[str, int]]:
     }
 
 
-def lines(
+def plan_lines(
     planned: PlannedRun, command: Launch, make_words: Iterable[str], workload: Workload | str
 ) -> list[str]:
     """Return a plan as text for people.
@@ -258,7 +258,7 @@ def _what(planned: PlannedRun) -> str:
     backend = backend_of(planned.config)
     if backend.has_own_kernels:
         kernels = backend.title
-    return f"{planned.config.model.name} ({describe_weights(model)}), {method}, {kernels}"
+    return f"{planned.config.model.name} ({model_summary(model)}), {method}, {kernels}"
 
 
 def _where(plan: RunPlan) -> str:
@@ -312,7 +312,7 @@ def _weight_types(planned: PlannedRun) -> str:
     if tuning.mode == "qlora":
         constants = ", double quantized" if tuning.bnb_4bit_use_double_quant else ""
         return tuning.bnb_4bit_quant_type.upper() + constants
-    computed = DTYPE_NAMES[precision(planned.config)]
+    computed = DTYPE_NAMES[config_precision(planned.config)]
     if planned.plan.zero_stage and step.is_half:
         return computed  # DeepSpeed converts them
     if step.weight_bytes == 4:
@@ -374,7 +374,7 @@ def _packing(plan: RunPlan) -> str:
 
 
 def _precision(planned: PlannedRun) -> str:
-    computed = DTYPE_NAMES[precision(planned.config)]
+    computed = DTYPE_NAMES[config_precision(planned.config)]
     weights = _weight_types(planned) + describe_host(planned.plan.step)
     optim = planned.config.train.optim
     if planned.plan.step.is_full:
@@ -386,7 +386,7 @@ def _precision(planned: PlannedRun) -> str:
     )
 
 
-def _change(change: Change) -> list[str]:
+def _change(change: Advised) -> list[str]:
     facts = f"{_gib(change.predicted_peak)} GiB"
     if change.relative_speed is not None:
         facts += f", {change.relative_speed:.2f} x the speed"

@@ -20,7 +20,7 @@ from sft_play.plan.inputs import (
     Draft,
     PlanInputs,
     plan_step,
-    step_of,
+    rank_step,
 )
 from sft_play.plan.needs import resolve_packing
 from sft_play.plan.ranks import (
@@ -33,7 +33,7 @@ from sft_play.plan.ranks import (
 )
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
 from sft_play.plan.strategy import (
-    Engine,
+    ChosenStrategy,
     asked_strategy,
     resolved_name,
 )
@@ -44,7 +44,7 @@ from sft_play.runs import stamp
 NCCL_SECONDS = 1800
 
 
-def resolve(
+def resolve_plan(
     loaded: LoadedConfig,
     invocation: Invocation,
     hardware: Hardware,
@@ -62,17 +62,17 @@ def resolve(
     Raises: EnvironmentFault for more processes than GPUs, a missing backend or model; ConfigError
     for numbers that contradict; DataError for a missing data file.
     """
-    loaded = recipe.settle(loaded, recipe.RecipeFacts())  # what a look at the rows left open
+    loaded = recipe.settle_autos(loaded, recipe.RecipeFacts())  # what a look at the rows left open
     asked = asked_strategy(loaded, invocation, use_deepspeed)
     distributed = distributed or asked.is_shared
     ranks = plan_ranks(invocation, hardware, environ, distributed, asked.uses_deepspeed)
     ranks = strategy.apply_device_map(loaded, asked, ranks, invocation, hardware, environ)
-    sources.require(loaded)
+    sources.require_rows(loaded)
     compares &= asked.name == "auto" and ranks.world_size > 1 and ranks.device == "cuda"
 
     def plan_engines(loaded: LoadedConfig) -> PlannedRun:
         """Return the plan of an engine that fits, otherwise that of the first one."""
-        needs.require(loaded, hardware)
+        needs.require_needs(loaded, hardware)
         is_float16 = choose_precision(loaded, hardware, {}).precision == "fp16"  # without a JSON
         plans = []
         for engine in asked.engines(loaded.config, ranks, is_float16, compares):
@@ -101,10 +101,10 @@ def fastest(
 ) -> PlannedRun:
     """Return the plan of the fastest strategy that fits on all GPUs, unless one is requested.
 
-    A device map requires one process. Raises: as `resolve`.
+    A device map requires one process. Raises: as `resolve_plan`.
     """
     distributed = loaded.config.model.device_map is None
-    return resolve(loaded, invocation, hardware, environ, distributed, False, compares=True)
+    return resolve_plan(loaded, invocation, hardware, environ, distributed, False, compares=True)
 
 
 def _fits_and_speed(planned: PlannedRun) -> tuple[bool, float]:
@@ -144,13 +144,13 @@ def _resolve(
     hardware: Hardware,
     environ: Mapping[str, str],
     ranks: Ranks,
-    engine: Engine,
+    engine: ChosenStrategy,
 ) -> PlannedRun:
     """Return the plan under one strategy."""
     config = loaded.config
     ranks = replace(ranks, strategy=engine.strategy)
     deepspeed_path = engine.deepspeed_path
-    raw = deepspeed.read(deepspeed_path) if deepspeed_path else {}
+    raw = deepspeed.read_deepspeed_json(deepspeed_path) if deepspeed_path else {}
     model = load_counted_shape(config, environ)
     precision, warnings = choose_precision(loaded, hardware, raw, deepspeed_path)
     if deepspeed_path and precision == "bf16" and hardware.kind != "cuda":
@@ -159,7 +159,7 @@ def _resolve(
     is_set = loaded.is_set("train.effective_batch_size")
     inputs = PlanInputs(config, is_set, machine, model, environ, invocation.exact)
     needs.refuse_combinations(loaded, inputs)
-    step = step_of(inputs)
+    step = rank_step(inputs)
     needs.refuse_misspelt_targets(step)
     needs.refuse_shared_rows(loaded, inputs, step)
     draft = plan_step(inputs, step)
@@ -205,7 +205,7 @@ def _deepspeed_plan(
         max_grad_norm=draft.inputs.config.train.max_grad_norm,
         hidden_size=draft.step.model.hidden,
     )
-    settings = deepspeed.resolve(raw, run, source=str(path))
+    settings = deepspeed.resolve_deepspeed(raw, run, source=str(path))
     return DeepSpeedPlan(settings, str(path), stamp.digest_of_text(path.read_text("utf-8")))
 
 

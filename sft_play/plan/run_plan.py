@@ -12,15 +12,15 @@ from pydantic import TypeAdapter, ValidationError
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards
-from sft_play.plan.advice import Change
-from sft_play.plan.batch import BatchRequest, LongestRows, longest_rows, merged
+from sft_play.plan.advice import Advised
+from sft_play.plan.batch import BatchRequest, LongestRows, longest_rows, merged_layout
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import StepBytes, evaluation_rows, peak_bytes, step_bytes
 from sft_play.plan.probe_fit import ProbeReport
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.speed import Speed, predict
 from sft_play.plan.step import Layout, StepSpec
-from sft_play.runs.files import as_text, write_text
+from sft_play.runs.files import json_text, write_text
 from sft_play.runs.folder import RunFolder, first_fault
 
 
@@ -63,7 +63,7 @@ class RunPlan:
     used_before_bytes: tuple[int, ...]  # by others, of each GPU of this machine's ranks; 0 on a CPU
     deepspeed: DeepSpeedPlan | None = None
     shortage: str | None = None  # why it is not expected to fit
-    changes: tuple[Change, ...] = ()  # that would make it fit
+    changes: tuple[Advised, ...] = ()  # that would make it fit
     warnings: tuple[str, ...] = ()
     recipe: tuple[str, ...] = ()  # learning rate, epochs, longest row: where each comes from
     launch: Launch | None = None  # the command; None until the run has a folder
@@ -146,7 +146,7 @@ class RunPlan:
 
     def to_json(self) -> str:
         """Return the text of a plan.json."""
-        return as_text(_adapter().dump_python(self, mode="json"))
+        return json_text(_adapter().dump_python(self, mode="json"))
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class PlannedRun:
         if plan.may_grow:
             request = replace(request, step_tokens=step_tokens)
         peak = partial(peak_bytes, plan.step)
-        layout = merged(request, plan.layout.packed(fullest_step), peak, plan.budget_bytes)
+        layout = merged_layout(request, plan.layout.packed(fullest_step), peak, plan.budget_bytes)
         return replace(self, plan=replace(plan, request=request)).with_layout(layout)
 
     def with_samples(self, most_samples: int) -> Self:

@@ -37,7 +37,7 @@ def resolved(data: DataSection) -> DataSection:
     return data.changed({name: _absolute(value) for name, value in values.items()})
 
 
-def require(loaded: LoadedConfig) -> None:
+def require_rows(loaded: LoadedConfig) -> None:
     """Refuse missing rows before a run folder is made.
 
     A name that may be a hub data set passes. Raises: DataError.

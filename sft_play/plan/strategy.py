@@ -36,7 +36,7 @@ DIVISIBLE_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
 
 
 @dataclass(frozen=True)
-class Engine:
+class ChosenStrategy:
     """A strategy, with DeepSpeed's JSON if it is ZeRO."""
 
     strategy: Strategy
@@ -59,7 +59,7 @@ class AskedStrategy:
 
     def engines(
         self, config: Config, ranks: Ranks, is_float16: bool, compares: bool
-    ) -> tuple[Engine, ...]:
+    ) -> tuple[ChosenStrategy, ...]:
         """Return the possible engines; later ones are used if the first does not fit.
 
         `is_float16` is True if the run computes in float16. `compares` also includes engines that
@@ -70,22 +70,22 @@ class AskedStrategy:
             return self._zero_engines()
         if self.name in ("fsdp", "ep"):
             self._refuse_shared(config, ranks, is_float16)
-            return (Engine("ep" if self.name == "ep" else "fsdp"),)
+            return (ChosenStrategy("ep" if self.name == "ep" else "fsdp"),)
         if ranks.world_size == 1:
-            return (Engine("single"),)
-        engines = [Engine("ddp")]
+            return (ChosenStrategy("single"),)
+        engines = [ChosenStrategy("ddp")]
         if self.name == "auto" and not why_not_fsdp(config, is_float16):
-            engines.append(Engine("fsdp"))
+            engines.append(ChosenStrategy("fsdp"))
         keeps_matrices = config.tuning.has_float8_base or config.train.optim in MATRIX_OPTIMIZERS
         if compares and backend_of(config).runs_under_deepspeed and not keeps_matrices:
             engines += self._zero_engines()
         return tuple(engines)
 
-    def _zero_engines(self) -> tuple[Engine, ...]:
+    def _zero_engines(self) -> tuple[ChosenStrategy, ...]:
         if self.deepspeed_path is not None:
-            return (Engine("deepspeed", self.deepspeed_path),)
+            return (ChosenStrategy("deepspeed", self.deepspeed_path),)
         stages: Sequence[str] = ZERO_ORDER if self.name == "auto" else (self.name,)
-        return tuple(Engine("deepspeed", ZERO_CONFIGS[stage]) for stage in stages)
+        return tuple(ChosenStrategy("deepspeed", ZERO_CONFIGS[stage]) for stage in stages)
 
     def _refuse_shared(self, config: Config, ranks: Ranks, is_float16: bool) -> None:
         why_not = why_not_ep if self.name == "ep" else why_not_fsdp
@@ -128,7 +128,7 @@ def asked_strategy(
     path = None
     if (use_deepspeed or is_zero) and invocation.deepspeed_config:
         path = Path(invocation.deepspeed_config)
-        stage = deepspeed.zero_stage(deepspeed.read(path))
+        stage = deepspeed.zero_stage(deepspeed.read_deepspeed_json(path))
         if is_zero and name != f"zero{stage}":
             raise ConfigError(
                 f"{described}: zero_optimization.stage={stage} in DEEPSPEED_CONFIG={path}; set "

@@ -21,7 +21,7 @@ SIZES = (TracedSize(1, 2048), TracedSize(1, 4096), TracedSize(1, 8192))
 
 
 @dataclass(frozen=True)
-class Growth:
+class ActivationGrowth:
     """Bytes of a micro-batch: fixed + R (by_token T + by_pair T^2).
 
     Attention without a fused kernel stores its scores or its mask: bytes per pair of tokens.
@@ -66,9 +66,9 @@ class Growth:
 class LayersGrowth:
     """Bytes with no layer checkpointed, or with all of them."""
 
-    kept: Growth  # activations, when the output head begins
-    layers: Growth  # the peak before the head begins
-    backward: Growth  # the peak of the backward pass until the layers are done
+    kept: ActivationGrowth  # activations, when the output head begins
+    layers: ActivationGrowth  # the peak before the head begins
+    backward: ActivationGrowth  # the peak of the backward pass until the layers are done
 
     def with_kept_share(self, share: float) -> Self:
         """Return the growth if only a share of the kept bytes is saved, with equal work."""
@@ -86,9 +86,11 @@ class TracedStep:
 
     plain: LayersGrowth
     checkpointed: LayersGrowth
-    logits: Growth  # the peak that head and loss add
-    logits_kept: Growth  # what they keep for the backward pass
-    end: Growth  # the peak of the backward pass after the layers: the embedding's gradient
+    logits: ActivationGrowth  # the peak that head and loss add
+    logits_kept: ActivationGrowth  # what they keep for the backward pass
+    end: (
+        ActivationGrowth  # the peak of the backward pass after the layers: the embedding's gradient
+    )
     on: tuple[str, ...] = ()  # fused parts
     off: Mapping[str, str] = field(default_factory=dict)  # why others are not
     in_one_row: bool = False  # whether packed documents may be one long row

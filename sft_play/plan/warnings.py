@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sft_play.config.invocation import FORCE_SINGLE, Words
 from sft_play.config.loader import LoadedConfig
-from sft_play.config.rules import without_effect
+from sft_play.config.rules import without_effect_on_strategy
 from sft_play.config.schema import Config
 from sft_play.plan import activations, memory, recipe
 from sft_play.plan.config_json import load_positions
@@ -69,7 +69,7 @@ def warnings_of(
         *_position_warnings(loaded, environ),
         *_batch_warnings(loaded, draft.layout),
         *recipe.foreign_recipe(loaded),
-        *without_effect(config, loaded.is_set, loaded.described),
+        *without_effect_on_strategy(config, loaded.is_set, loaded.described),
         *_map_warnings(loaded, ranks, step.layers_by_gpu),
         *recurrent_warnings(step.model, hardware),
         *_faster_than_zero3(draft),

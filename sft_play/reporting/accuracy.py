@@ -9,7 +9,7 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
 from sft_play.reporting.run_facts import RunFacts
-from sft_play.runs.folder import listing
+from sft_play.runs.folder import list_runs
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def of_runs(output_dir: Path, device: str, gpu: str | None) -> Accuracy:
     speeds: list[float] = []
     phases: dict[str, list[float]] = {name: [] for name in PHASES}
     count = 0
-    for run in map(RunFacts.read, listing(output_dir)):
+    for run in map(RunFacts.read, list_runs(output_dir)):
         peak = run.report.peak_bytes
         try:
             plan = read_plan(run.folder)
@@ -81,7 +81,7 @@ def of_runs(output_dir: Path, device: str, gpu: str | None) -> Accuracy:
     )
 
 
-def lines(accuracy: Accuracy) -> list[str]:
+def accuracy_lines(accuracy: Accuracy) -> list[str]:
     """Return what a person reads of it below a plan; nothing if no run has finished."""
     if accuracy.peak is None:
         return []

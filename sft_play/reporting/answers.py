@@ -30,7 +30,7 @@ Row = tuple[str, str | int]  # what identifies a row, also in another run
 
 
 @dataclass(frozen=True)
-class Answer:
+class AnswerLine:
     """A line of eval/before.jsonl or eval/after.jsonl; None is what its version did not write."""
 
     origin: str  # file:line of the row
@@ -72,7 +72,7 @@ class AnsweredRow:
 
 
 @dataclass(frozen=True)
-class RowLoss:
+class RowLossLine:
     """A line of eval/before.losses.jsonl or eval/after.losses.jsonl."""
 
     origin: str  # file:line of the row
@@ -107,7 +107,7 @@ class Measured:
 class Evaluation:
     """What the test rows scored before or after training."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[AnswerLine]
     scores: Mapping[str, Measured]  # by title, also those that only rows have
 
     @classmethod
@@ -134,18 +134,18 @@ class Evaluation:
         return {title: score for title, score in self.scores.items() if score.recorded}
 
 
-def read_answers(folder: RunFolder, when: str) -> list[Answer]:
+def read_answers(folder: RunFolder, when: str) -> list[AnswerLine]:
     """Return the answers in eval/ of `before` or `after` training; none if there are none."""
     answers = []
     for line in _lines(folder.evaluation / f"{when}.jsonl"):
         known = {name: line.pop(name) for name in NO_SCORES if name in line}
-        answers.append(Answer(**known, scores=line))
+        answers.append(AnswerLine(**known, scores=line))
     return answers
 
 
-def read_row_losses(folder: RunFolder, when: str) -> list[RowLoss]:
+def read_row_losses(folder: RunFolder, when: str) -> list[RowLossLine]:
     """Return the losses of the test rows `before` or `after` training; none if not evaluated."""
-    return [RowLoss(**line) for line in _lines(folder.evaluation / f"{when}.losses.jsonl")]
+    return [RowLossLine(**line) for line in _lines(folder.evaluation / f"{when}.losses.jsonl")]
 
 
 def is_loss(title: str) -> bool:
@@ -167,7 +167,7 @@ def changed(title: str, early: Measured | None, late: Measured | None) -> Score:
     return Score(title, before, after, difference, higher_is_better=not is_loss(title))
 
 
-def most_changed(pairs: Sequence[tuple[Answer, Answer]], sign: int) -> list[AnsweredRow]:
+def most_changed(pairs: Sequence[tuple[AnswerLine, AnswerLine]], sign: int) -> list[AnsweredRow]:
     """Return the rows whose score rose most (`sign` 1) or fell most (-1), largest change first."""
     changes = [(sign * (late.rouge_l - early.rouge_l), early, late) for early, late in pairs]
     found = [change for change in changes if change[0] >= LEAST_CHANGE]
@@ -175,7 +175,7 @@ def most_changed(pairs: Sequence[tuple[Answer, Answer]], sign: int) -> list[Answ
     return [_shown(early, late) for _, early, late in found[:ROWS_SHOWN]]
 
 
-def _shown(before: Answer, after: Answer) -> AnsweredRow:
+def _shown(before: AnswerLine, after: AnswerLine) -> AnsweredRow:
     return AnsweredRow(
         origin=make_visible(before.origin),
         prompt=_shorten(before.prompt, from_end=True),  # where the question is
@@ -206,7 +206,7 @@ def _lines(path: Path) -> list[Json]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
-def _measured_loss(recorded: Estimate, losses: Sequence[RowLoss]) -> Measured:
+def _measured_loss(recorded: Estimate, losses: Sequence[RowLossLine]) -> Measured:
     """Return a loss per token, over the rows that have tokens with loss."""
     scored = [row for row in losses if row.tokens]
     rows = [(row.origin, row.tokens) for row in scored]
@@ -214,7 +214,9 @@ def _measured_loss(recorded: Estimate, losses: Sequence[RowLoss]) -> Measured:
     return Measured(recorded, bool(scored), rows, values, [row.tokens for row in scored])
 
 
-def _measured_answers(name: str, recorded: Estimate | None, answers: Sequence[Answer]) -> Measured:
+def _measured_answers(
+    name: str, recorded: Estimate | None, answers: Sequence[AnswerLine]
+) -> Measured:
     scored = [answer for answer in answers if name in answer.scores]
     rows = [answer.row for answer in scored]
     values = [answer.scores[name] for answer in scored]

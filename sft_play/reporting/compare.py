@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from sft_play.reporting import charts
 from sft_play.reporting.answers import LOSS, ROUGE_L, changed, title_of
 from sft_play.reporting.bootstrap import MIN_ROWS, Estimate
-from sft_play.reporting.page import count, gib, render, seconds
+from sft_play.reporting.page import count, render, seconds, shown_gib
 from sft_play.reporting.run_facts import OF_THE_FOLDER, RunFacts
 from sft_play.reporting.verdict import Score, describe_outcome
 from sft_play.runs.files import Json
@@ -60,7 +60,7 @@ class Comparison:
         return [name for name in names if name != LOSS]
 
 
-def compare(folders: Sequence[RunFolder]) -> Comparison:
+def compare_runs(folders: Sequence[RunFolder]) -> Comparison:
     """Return two or more runs side by side."""
     runs = [RunFacts.read(folder) for folder in folders]
     settings = []
@@ -205,7 +205,7 @@ def _cells(run: RunFacts, titles: list[str]) -> tuple[str, ...]:
         _number(scores.get(LOSS)),
         *(_number(scores.get(title), with_interval=True) for title in titles),
         count(report.tokens_per_second),
-        gib(report.measured_peak),
+        shown_gib(report.measured_peak),
         seconds(report.total_seconds),
         run.verdict.headline,
     )

@@ -75,7 +75,7 @@ def _environment() -> Environment:
         visible=lambda text: make_visible(str(text)),
         code=code,
         quoted=shlex.quote,
-        gib=gib,
+        gib=shown_gib,
         count=count,
         seconds=seconds,
         thumbnail=thumbnail,
@@ -124,7 +124,7 @@ def in_form(form: str, number: float | None, unknown: str = "–") -> str:
 count = partial(in_form, ",.0f")
 
 
-def gib(size: int | None) -> str:
+def shown_gib(size: int | None) -> str:
     """Return bytes as `1.23 GiB`, or a dash if they are not known."""
     return "–" if size is None else f"{size / GIB:.2f} GiB"
 
@@ -139,7 +139,7 @@ def seconds(number: float | None) -> str:
 def write_report(folder: RunFolder) -> Path:
     """Write what the folder of a run says of it; return the path of report.html."""
     facts = RunFacts.read(folder)
-    write_json(folder.path / "report.json", as_json(facts))
+    write_json(folder.path / "report.json", report_json(facts))
     path = folder.path / "report.html"
     write_text(path, report_page(facts))
     return path
@@ -161,7 +161,7 @@ def write_report_or_warn(folder: RunFolder) -> None:
         )
 
 
-def as_json(facts: RunFacts) -> dict[str, object]:
+def report_json(facts: RunFacts) -> dict[str, object]:
     """Return report.json: what the page shows, but for what run.json holds already."""
     values = {name: getattr(facts, name) for name in IN_JSON}
     scores = [{**asdict(score), "outcome": score.outcome} for score in facts.scores]

@@ -20,7 +20,7 @@ from sft_play.errors import ExitClass
 from sft_play.plan.devices import GIB
 from sft_play.plan.memory import PHASES
 from sft_play.reporting import answers
-from sft_play.reporting.answers import OF_SOURCE, Answer, AnsweredRow, Evaluation, is_loss
+from sft_play.reporting.answers import OF_SOURCE, AnsweredRow, AnswerLine, Evaluation, is_loss
 from sft_play.reporting.bootstrap import Estimate
 from sft_play.reporting.verdict import Score, Verdict, verdict
 from sft_play.runs import metrics
@@ -138,7 +138,7 @@ class RunFacts:
     @cached_property
     def metrics(self) -> NewLines:
         """All lines of metrics.jsonl, and where to read on."""
-        new = metrics.read(self.folder.metrics, self.earlier.offset)
+        new = metrics.read_metrics(self.folder.metrics, self.earlier.offset)
         return NewLines(self.earlier.lines + new.lines, new.offset)
 
     @property
@@ -348,7 +348,7 @@ class RunFacts:
         return verdict(self.folder, self.report, self.whole_scores)
 
     @cached_property
-    def pairs(self) -> list[tuple[Answer, Answer]]:
+    def pairs(self) -> list[tuple[AnswerLine, AnswerLine]]:
         """The answers before and after training of the rows that are scored in both.
 
         None if these are not the same rows.

@@ -100,10 +100,10 @@ class AnswerFile:
         """Return the numbers of the prompts that have an answer in a part."""
         return {line[NUMBER] for line in self._lines()}
 
-    def append_to_part(self, part: int) -> "Part":
+    def append_to_part(self, part: int) -> "AnswerShard":
         """Return where a process writes its answers."""
         self.parts.mkdir(exist_ok=True)
-        return Part(self.parts / f"{part}.jsonl")
+        return AnswerShard(self.parts / f"{part}.jsonl")
 
     def finish(self, prompts: int) -> None:
         """Write the file of all answers, in the order of the prompts, and remove the parts."""
@@ -146,7 +146,7 @@ class PartsWatch:
         return count
 
 
-class Part:
+class AnswerShard:
     """The answers that one process has written."""
 
     def __init__(self, path: Path) -> None:
@@ -166,7 +166,7 @@ class Part:
         self._file.close()
 
 
-class Place(NamedTuple):
+class FanOutPlace(NamedTuple):
     """A process among those of a command, the port where they meet, and who started them."""
 
     number: int
@@ -175,7 +175,7 @@ class Place(NamedTuple):
     parent: int = 0  # its process id
 
     @classmethod
-    def of_environment(cls, environ: Mapping[str, str]) -> "Place | None":
+    def of_environment(cls, environ: Mapping[str, str]) -> "FanOutPlace | None":
         """Return that of this process, None if it is the one that the user started."""
         if PLACE not in environ:
             return None

@@ -30,7 +30,7 @@ def step_of(checkpoint: Path) -> int | None:
     return int(found[1]) if found else None
 
 
-def listing(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, the newest step first; damaged ones, too."""
     found = [path for path in entries(folder) if step_of(path) is not None]
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
@@ -43,7 +43,7 @@ def folder_of(path: Path) -> Path:
 
 def has_checkpoint(path: Path) -> bool:
     """Return whether a run has a checkpoint, without reading it."""
-    return any(map(seal.is_sealed, listing(folder_of(path))))
+    return any(map(seal.is_sealed, list_checkpoints(folder_of(path))))
 
 
 def publish(staged: Path, target: Path, kind: str | None = None) -> None:
@@ -65,7 +65,7 @@ def rotate(folder: Path, limit: int | None, best_step: int | None = None) -> lis
     """
     if limit is None:
         return []
-    sealed = filter(seal.is_sealed, listing(folder))
+    sealed = filter(seal.is_sealed, list_checkpoints(folder))
     found = [path for path in sealed if not (path / seal.PIN).exists()]
     kept = {path for path in found if step_of(path) == best_step} | set(found[:1])
     for path in found:
@@ -89,7 +89,7 @@ def remove_leftovers(folder: Path, say: Say) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
+def choose_checkpoint(path: Path, say: Say, reads_all: bool = True) -> Path:
     """Return the checkpoint that `train.resume_from` means: undamaged, the newest of a run.
 
     A damaged one is set aside, which `say` reports, and the next older one is taken; one that was
@@ -104,7 +104,7 @@ def choose(path: Path, say: Say, reads_all: bool = True) -> Path:
     is_named = step_of(path) is not None
     if is_named or seal.is_sealed(path) or (path / TRAINER_STATE).exists():
         return _checked(path, say, reads_all)
-    for checkpoint in listing(folder_of(path)):
+    for checkpoint in list_checkpoints(folder_of(path)):
         damage = _damage(checkpoint, reads_all)
         if damage is None:
             return checkpoint
@@ -121,7 +121,7 @@ def _checked(checkpoint: Path, say: Say, reads_all: bool) -> Path:
     if damage is None:
         return checkpoint
     aside = _set_aside(checkpoint) if step_of(checkpoint) is not None else "it is left as it is"
-    others = listing(checkpoint.parent)
+    others = list_checkpoints(checkpoint.parent)
     advice = f"continue with TRAIN_RESUME_FROM={others[0]}" if others else "there is no other one"
     raise CheckpointError(f"{checkpoint}: {damage}; {aside}; {advice}")
 

@@ -68,7 +68,7 @@ def settings_of_adapter(named: str, output_dir: Path) -> Layer:
     """
     folder = find_adapter(named, output_dir)
     if (folder / stamp.NAME).is_file():
-        config = Config.of_run(stamp.read(folder).config)
+        config = Config.of_run(stamp.read_stamp(folder).config)
         values = {path: attrgetter(path)(config) for path in (*SHAPE, *OF_RUN)}
     else:
         values = _of_config(folder)
@@ -90,7 +90,7 @@ def refuse_other_base(config: Config) -> None:
     folder, base = Path(config.model.adapter or ""), Path(config.model.name)
     if not config.model.adapter or not (folder / stamp.NAME).is_file():
         return
-    then = stamp.read(folder)
+    then = stamp.read_stamp(folder)
     if then.base_digest and base.is_dir() and then.base_digest != stamp.digest_of_model(base):
         raise ConfigError(
             f"{SETTING}={folder}: trained on {then.base_model}, but model.name={base} has "

@@ -133,7 +133,7 @@ def share(folder: Path) -> None:
             path.chmod(mode)
 
 
-def as_text(value: Any) -> str:
+def json_text(value: Any) -> str:
     """Return data, which may contain dataclasses, as JSON: sorted keys, indented, UTF-8, no NaN."""
     form = {"indent": 2, "sort_keys": True, "ensure_ascii": False, "allow_nan": False}
     return json.dumps(value, default=asdict, **form) + "\n"
@@ -146,7 +146,7 @@ def json_line(value: Any) -> str:
 
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` with `value` as JSON."""
-    write_text(path, as_text(value))
+    write_text(path, json_text(value))
 
 
 def read_json(path: Path, object_hook: Callable[[Json], Any] | None = None) -> Any:

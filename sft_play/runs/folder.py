@@ -264,7 +264,9 @@ def find(output_dir: Path, run: str | None, variable: str = "RUN") -> RunFolder:
                 f"{variable}={run}: that folder has no plan.json, so it is not a run. `make runs` "
                 "lists the runs; make eval, infer and chat also accept a model folder or an adapter"
             )
-        near = difflib.get_close_matches(run, [folder.name for folder in listing(output_dir)], n=1)
+        near = difflib.get_close_matches(
+            run, [folder.name for folder in list_runs(output_dir)], n=1
+        )
         hint = f"did you mean {near[0]}?" if near else "`make runs` lists the runs"
         raise EnvironmentFault(f"{variable}={run}: no such run in {output_dir}; {hint}")
     return _some_runs(output_dir)[-1]
@@ -296,7 +298,7 @@ def latest_with_weights(
     )
 
 
-def listing(output_dir: Path) -> list[RunFolder]:
+def list_runs(output_dir: Path) -> list[RunFolder]:
     """Return all runs, oldest first."""
     plans = [folder / "plan.json" for folder in entries(output_dir)]
     found = [plan for plan in plans if plan.is_file()]
@@ -306,7 +308,7 @@ def listing(output_dir: Path) -> list[RunFolder]:
 
 def _some_runs(output_dir: Path) -> list[RunFolder]:
     """Return all runs, oldest first. Raises: EnvironmentFault if there is none."""
-    found = listing(output_dir)
+    found = list_runs(output_dir)
     if not found:
         raise EnvironmentFault(f"{output_dir} has no run yet; `make train` makes one")
     return found
@@ -338,7 +340,7 @@ def last_words(folder: RunFolder) -> str | None:
     return f"{report.cause}\n{place}{next_line(exit_class, report.cause, report.next)}"
 
 
-def tell_launcher(environ: Mapping[str, str], cause: str) -> None:
+def write_for_torchrun(environ: Mapping[str, str], cause: str) -> None:
     """Write why this process ends if torchrun reads it, for the table that it prints last."""
     path = environ.get(ERROR_FILE)
     if path:

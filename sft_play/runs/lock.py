@@ -110,7 +110,7 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def used_alone(folder: Path) -> Iterator[None]:
+def keeping_lock(folder: Path) -> Iterator[None]:
     """Keep the lock of a run folder while a command writes to it.
 
     Raises: EnvironmentFault while a run or another such command has it.

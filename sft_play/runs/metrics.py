@@ -65,7 +65,7 @@ def append(path: Path, line: MetricsLine) -> None:
 def forget_after(path: Path, step: int) -> None:
     """Remove the lines of later steps than `step`, from which the run continues."""
     if path.exists():
-        kept = [line for line in read(path).lines if line.step <= step]
+        kept = [line for line in read_metrics(path).lines if line.step <= step]
         write_text(path, "".join(line.to_json() for line in kept))
 
 
@@ -76,7 +76,7 @@ class NewLines(NamedTuple):
     offset: int  # where to read on
 
 
-def read(path: Path, offset: int = 0) -> NewLines:
+def read_metrics(path: Path, offset: int = 0) -> NewLines:
     """Return the complete lines from `offset` on; none if there is no file yet.
 
     The last line may be half written: it is read once it is complete.

@@ -27,7 +27,7 @@ BOUNDS = ("_low", "_high")
 
 
 @dataclass(frozen=True)
-class PeakBytes:
+class ReportedPeaks:
     """The peak of a run on its fullest rank; None until it was measured."""
 
     predicted: int
@@ -204,7 +204,7 @@ class RunReport:
     seconds: dict[str, float] | None = None  # of each part of the run
     timeline: list[Span] | None = None  # of the front end and the main rank
     tokens_per_second: float | None = None  # of all ranks; None for a run of one step
-    peak_bytes: PeakBytes | None = None
+    peak_bytes: ReportedPeaks | None = None
     memory: PhasePeaks | None = None
     memory_by_rank: list[RankMemory] | None = None
     metrics: dict[str, dict[str, float | int]] | None = None  # by before, after and resumed

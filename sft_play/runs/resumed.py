@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from sft_play.config import layers
 from sft_play.config.loader import LoadedConfig, RunSettings
 from sft_play.config.messages import refuse, word
-from sft_play.config.on_resume import CLASSES, CONTENT, OnResume, of_class
+from sft_play.config.on_resume import CLASSES, CONTENT, OnResume, settings_of_class
 from sft_play.config.schema import Config, SourceSection, settings
 from sft_play.config.yaml_source import Located, parse_scalar
 from sft_play.errors import CheckpointError, EnvironmentFault, first_line
@@ -42,7 +42,7 @@ ASKED = "asked.json"
 VALUE_LENGTH = 400  # characters of a value that are kept
 
 
-class Change(NamedTuple):
+class ChangedSetting(NamedTuple):
     """A setting that differs between a run and the one that continues from it."""
 
     path: str
@@ -96,14 +96,14 @@ class Resumed:
             "RUN."
         )
 
-    def changes(self, config: Config) -> list[Change]:
+    def changes(self, config: Config) -> list[ChangedSetting]:
         """Return the settings in which a resolved config differs from this run's."""
         then = self.then
         found = []
         for path in settings():
             value = attrgetter(path)
             if CLASSES[path] is not OnResume.OF_LAUNCH and value(then) != value(config):
-                found.append(Change(path, value(then), value(config)))
+                found.append(ChangedSetting(path, value(then), value(config)))
         return found
 
 
@@ -136,11 +136,11 @@ def settings_of_run(resume_from: str, has_config: bool) -> RunSettings | None:
     source = folder.path / "config.yaml"
     layer = layers.of_run(source, problems)
     refuse(problems)
-    for path in of_class(OnResume.OF_LAUNCH):
+    for path in settings_of_class(OnResume.OF_LAUNCH):
         layer.pop(path, None)
     asked = AskedRun.read(folder)
     shown = layers.displayed(source)
-    for path in of_class(OnResume.PLANNED):
+    for path in settings_of_class(OnResume.PLANNED):
         if path in asked.settings:
             layer[path] = Located(parse_scalar(asked.settings[path].value), shown)
     # a setting of an earlier version may be gone
@@ -165,7 +165,7 @@ def may_change(then: Config, now: Config, saved: stamp.Stamp) -> set[str]:
     if now.train.allow_backend_change:
         free |= QUANTIZATION | {"tuning.backend"}
     is_moved = then.model.name != now.model.name and saved.base_digest is not None
-    if is_moved and stamp.wanted(now).base_digest == saved.base_digest:
+    if is_moved and stamp.wanted_stamp(now).base_digest == saved.base_digest:
         free |= {"model.name"}
     if now.model.has_template_file:
         free |= {"model.chat_template"}  # the stamp has the digest of its text

@@ -18,7 +18,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sft_play.runs.files import Json, as_text, sync, write_text
+from sft_play.runs.files import Json, json_text, sync, write_text
 
 NAME = "MANIFEST.json"
 PIN = "pinned"  # a file of the user that keeps a checkpoint
@@ -30,7 +30,7 @@ MIB = 1 << 20
 SHOWN_DIGITS = 12  # of a digest in a message
 
 
-class Part(NamedTuple):
+class FileSlice(NamedTuple):
     """The bytes of a file from `start` up to `end`."""
 
     path: Path
@@ -45,12 +45,12 @@ class Entry(NamedTuple):
     digests: tuple[str, ...]
     part_bytes: int | None  # None: the one digest is that of the complete file
 
-    def parts(self, path: Path) -> list[Part]:
+    def parts(self, path: Path) -> list[FileSlice]:
         """Return what each digest covers of the file."""
         if self.part_bytes is None:
-            return [Part(path, 0, self.size)]
+            return [FileSlice(path, 0, self.size)]
         starts = range(0, self.size, self.part_bytes)
-        return [Part(path, start, min(start + self.part_bytes, self.size)) for start in starts]
+        return [FileSlice(path, start, min(start + self.part_bytes, self.size)) for start in starts]
 
     def facts(self) -> Json:
         """Return the entry as it stands in the manifest."""
@@ -143,7 +143,7 @@ def find_difference(folder: Path, reads_all: bool = True, allows_more: bool = Fa
         return f"{NAME} cannot be used ({error})"
 
 
-def digest_of(part: Part) -> str:
+def digest_of(part: FileSlice) -> str:
     """Return the SHA-256 of a part of a file. Raises: OSError if the file ends before it."""
     total = hashlib.sha256()
     left = part.end - part.start
@@ -181,7 +181,7 @@ def _measured(path: Path) -> Entry:
     return Entry(size, (), PART_BYTES if size > PART_BYTES else None)
 
 
-def _digests(parts: Sequence[Part]) -> Iterator[str]:
+def _digests(parts: Sequence[FileSlice]) -> Iterator[str]:
     """Yield the SHA-256 of each part, in their order; threads compute them ahead.
 
     If the caller stops, after a difference, so do they.
@@ -194,7 +194,7 @@ def _digests(parts: Sequence[Part]) -> Iterator[str]:
 def _first_difference(
     folder: Path, pairs: Iterable[tuple[Path, Entry]], reads_all: bool
 ) -> str | None:
-    read: list[tuple[Entry, Part, str]] = []
+    read: list[tuple[Entry, FileSlice, str]] = []
     for path, entry in pairs:
         size = path.stat().st_size
         if size != entry.size:
@@ -214,7 +214,7 @@ def _first_difference(
     return None
 
 
-def _place(part: Part, entry: Entry) -> str:
+def _place(part: FileSlice, entry: Entry) -> str:
     """Return where in its file a part is, in words; nothing if it is the complete file."""
     if entry.part_bytes is None:
         return ""
@@ -230,9 +230,9 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _manifest_text(files: Mapping[str, Mapping[str, Any]], kind: str | None) -> str:
-    digest = hashlib.sha256(as_text(files).encode()).hexdigest()
+    digest = hashlib.sha256(json_text(files).encode()).hexdigest()
     facts = {"files": files, "sha256_of_files": digest}
-    return as_text(facts if kind is None else {**facts, "kind": kind})
+    return json_text(facts if kind is None else {**facts, "kind": kind})
 
 
 def _entry(facts: Mapping[str, Any]) -> Entry:

@@ -112,7 +112,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def wanted(config: Config) -> Binding:
+def wanted_stamp(config: Config) -> Binding:
     """Return the part of a stamp that follows only from the config and the base model's files."""
     tuning = config.tuning
     quantisation = "none"
@@ -149,7 +149,7 @@ def write(folder: Path, stamp: Stamp) -> None:
     write_json(folder / NAME, facts)
 
 
-def read(folder: Path) -> Stamp:
+def read_stamp(folder: Path) -> Stamp:
     """Return a folder's stamp. Raises CheckpointError if there is none or it lacks a fact."""
     path = folder / NAME
     try:
@@ -204,7 +204,7 @@ def refuse_mismatch(folder: Path, now: Binding, allow_backend_change: bool = Fal
 
     Raises: CheckpointError that lists what differs and what to type instead.
     """
-    stamp = read(folder)
+    stamp = read_stamp(folder)
     differing = differences(stamp, now)
     if allow_backend_change:
         allowed = ("backend:", "quantisation:")
@@ -227,12 +227,12 @@ def refuse_mismatch(folder: Path, now: Binding, allow_backend_change: bool = Fal
     )
 
 
-def refuse_other_base(folder: Path, now: Binding) -> Stamp:
+def stamp_of_base(folder: Path, now: Binding) -> Stamp:
     """Return the stamp of trained weights whose run still names what they were trained with.
 
     Raises: CheckpointError that lists what differs and what to put back.
     """
-    stamp = read(folder)
+    stamp = read_stamp(folder)
     differing = differences(stamp, now, "trained with")
     if not differing:
         return stamp

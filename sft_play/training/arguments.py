@@ -39,7 +39,7 @@ class ReportedArguments(TrainingArguments):
         return {**super().to_dict(), **self.settings}
 
 
-def settings_of(config: Config) -> dict[str, Any]:
+def plain_settings(config: Config) -> dict[str, Any]:
     """Return the settings of a run by dotted name, as plain values."""
     values = config.model_dump(mode="json")
     return {path: reduce(getitem, path.split("."), values) for path in settings()}
@@ -65,7 +65,7 @@ def training_arguments(planned: PlannedRun, folder: RunFolder) -> TrainingArgume
             "make install, which goes back to the tested version"
         )
     arguments = ReportedArguments(**given)
-    arguments.settings = settings_of(planned.config)
+    arguments.settings = plain_settings(planned.config)
     if arguments.world_size != plan.ranks.world_size:
         raise EnvironmentFault(
             f"the process group has {arguments.world_size} ranks, planned were "

@@ -15,7 +15,7 @@ from sft_play.models.images import trained_encoder_weights
 from sft_play.training.experts import RouterLoss
 
 
-def spread(loss: Tensor) -> Tensor:
+def spread_nan(loss: Tensor) -> Tensor:
     """Return a loss whose gradients are NaN if it is NaN or infinite, else the loss itself.
 
     An infinite loss may have finite gradients, e.g. if the target's logit is -inf.
@@ -50,7 +50,7 @@ class StepLoss:
         if self.router_loss is not None:
             share = batch.loss.total_weight / labelled_tokens
             loss = loss + self.router_loss.of_micro_batch(share).to(loss.device)
-        return spread(loss)
+        return spread_nan(loss)
 
 
 def collate_for_step(

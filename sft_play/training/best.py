@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from sft_play.config.metrics import is_higher_better
 from sft_play.config.schema import TrainSection
 from sft_play.errors import ConfigError, DivergedError
-from sft_play.models.sharding import trains_divided
+from sft_play.models.sharding import trains_sharded
 from sft_play.runs.report import BestCheckpoint
 
 logger = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ def refuse_divided(train: TrainSection, model: torch.nn.Module) -> None:
 
     Raises: ConfigError.
     """
-    if train.load_best_model_at_end and trains_divided(model):
+    if train.load_best_model_at_end and trains_sharded(model):
         raise ConfigError(
             "train.load_best_model_at_end=true: FSDP divides the trained weights, which are read "
             "only at the start; set it to false: the best checkpoint is kept anyway"

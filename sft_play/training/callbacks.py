@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback
 
 from sft_play.process import Process
-from sft_play.progress import Stage, say, watched
+from sft_play.progress import Stage, say, watched_stage
 from sft_play.runs.report import logged_losses, logged_scores
 from sft_play.training.checks import modes_restored
 
@@ -115,7 +115,7 @@ class Progress(TrainerCallback):
             compiling = ", for which kernels may be compiled" if self.compiles else ""
             title = f"computing the first step{compiling}"
             self.stage = Stage(title, state.max_steps, "steps", done=state.global_step)
-            self._watch.enter_context(watched(self.stage, self.is_shown))
+            self._watch.enter_context(watched_stage(self.stage, self.is_shown))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.stage.title = "training"

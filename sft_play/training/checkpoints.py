@@ -36,7 +36,7 @@ from sft_play.config.schema import TrainSection
 from sft_play.errors import CheckpointError, SftPlayError
 from sft_play.models.adapter_state import ExpertPart, as_published, load_published, part_of
 from sft_play.models.load import load_trained
-from sft_play.models.sharding import whole_state_dict
+from sft_play.models.sharding import full_state_dict
 from sft_play.process import Process
 from sft_play.runs import checkpoints, seal, stamp
 from sft_play.runs.checkpoints import STAGING
@@ -97,7 +97,7 @@ def take_best(engine: Engine, state: TrainerState, train: TrainSection) -> BestC
                 "%s: %s; the weights of the last step are saved, not the best", checkpoint, damage
             )
         return None
-    load_weights(engine, checkpoint)
+    load_trained_weights(engine, checkpoint)
     if engine.process.is_main:
         logger.info(
             "best step=%d %s=%.4f: its weights are scored and saved, not those of step %d",
@@ -163,7 +163,7 @@ def write_weights(engine: Engine, folder: Path) -> None:
     is_peft = isinstance(model, PeftModel)
     state_dict = None  # the model has all weights
     if engine.trains_divided:
-        state_dict = whole_state_dict(model)
+        state_dict = full_state_dict(model)
     elif is_deepspeed_zero3_enabled():
         state_dict = engine.wrapped._zero3_consolidated_16bit_state_dict(
             exclude_frozen_parameters=is_peft
@@ -186,7 +186,7 @@ def write_weights(engine: Engine, folder: Path) -> None:
     engine.tokenizer.save_pretrained(folder)
 
 
-def load_weights(engine: Engine, checkpoint: Path) -> None:
+def load_trained_weights(engine: Engine, checkpoint: Path) -> None:
     """Put the trained weights of a checkpoint into the model."""
     model = engine.model
     if engine.is_deepspeed:

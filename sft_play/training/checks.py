@@ -22,7 +22,7 @@ from sft_play.models.delivered import rounds_inputs
 from sft_play.models.experts import expert_weights, ranks_of_experts
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.float8.linear import has_float8
-from sft_play.models.sharding import is_divided, own_part
+from sft_play.models.sharding import is_sharded, local_shard
 from sft_play.process import Process
 from sft_play.training.memory import innermost
 
@@ -56,7 +56,7 @@ def check_engine(model: nn.Module, strategy: str) -> None:
             f"strategy={strategy} was planned, and the model is wrapped in {wrapped}; try make "
             "doctor"
         )
-    for name, has_divided in (("fsdp", is_divided(model)), ("ep", ranks_of_experts(model) > 1)):
+    for name, has_divided in (("fsdp", is_sharded(model)), ("ep", ranks_of_experts(model) > 1)):
         if has_divided != (strategy == name):
             raise EnvironmentFault(
                 f"strategy={strategy} was planned, and the weights are "
@@ -67,7 +67,7 @@ def check_engine(model: nn.Module, strategy: str) -> None:
 def check_finite(model: nn.Module, step: int) -> None:
     """Raise DivergedError when a trained weight, or this rank's part of it, is NaN or infinite."""
     for name, parameter in _trained(model).items():
-        if not torch.isfinite(own_part(getattr(parameter, "ds_tensor", parameter))).all():
+        if not torch.isfinite(local_shard(getattr(parameter, "ds_tensor", parameter))).all():
             raise DivergedError(
                 f"{name} has NaN or infinity at step {step}: the run has diverged; try a lower "
                 "TRAIN_LEARNING_RATE"
@@ -79,7 +79,7 @@ def check_finite_optimizer(optimizer: Any, step: int) -> None:
     for state in innermost(optimizer).state.values():
         for name, value in state.items():
             is_number = torch.is_tensor(value) and value.is_floating_point()
-            if is_number and not torch.isfinite(own_part(value)).all():
+            if is_number and not torch.isfinite(local_shard(value)).all():
                 raise DivergedError(
                     f"the optimizer's {name} has NaN or infinity at step {step}: the run has "
                     "diverged; try a lower TRAIN_LEARNING_RATE"
@@ -174,7 +174,7 @@ def bit_sums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
     """
     sums: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        flat = own_part(getattr(tensor, "ds_tensor", tensor)).detach().reshape(-1)
+        flat = local_shard(getattr(tensor, "ds_tensor", tensor)).detach().reshape(-1)
         parts = flat.view(INTEGER_OF_SIZE[flat.element_size()]).split(SUMMED_AT_ONCE)
         sums[name] = torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()
     if not sums:

@@ -17,7 +17,7 @@ from torch.utils import cpp_extension
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.plan.run_plan import RunPlan
 from sft_play.process import Process
-from sft_play.progress import Stage, watched
+from sft_play.progress import Stage, watched_stage
 from sft_play.runs.files import is_local
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def compile_cpu_adam(process: Process) -> None:
     failure = None
     if process.local_rank == 0:
         stage = Stage(f"DeepSpeed compiles {CPU_ADAM} in {_build_folder()}, once on a machine")
-        with watched(stage, process.is_main):
+        with watched_stage(stage, process.is_main):
             failure = _compile()
     failures = process.gather(failure)
     for rank, message in enumerate(failures):

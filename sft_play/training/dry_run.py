@@ -21,9 +21,9 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
 from sft_play.models.fast.setup import base_model_of
-from sft_play.models.sharding import is_divided, reshard
+from sft_play.models.sharding import is_sharded, reshard
 from sft_play.models.weight_offloading import bring_layer_of
-from sft_play.plan.probe_fit import Point
+from sft_play.plan.probe_fit import ProbePoint
 from sft_play.plan.step import Layout
 from sft_play.training.batches import collate_for_step
 from sft_play.training.checkpoints import read_generators, set_generators
@@ -72,7 +72,7 @@ class DryRun:
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
 
-    def measure(self, layout: Layout) -> Point | None:
+    def measure(self, layout: Layout) -> ProbePoint | None:
         """Return the peak memory of a step of full rows on this rank; None if it does not fit.
 
         If ranks shard weights, the out-of-memory error is raised, because the others wait for
@@ -88,11 +88,11 @@ class DryRun:
             batch = worst_case(self.loop, rows, length)
             peaks = self._step(batch, layout.accumulates)
             tokens = batch.ids.numel()  # padding included
-            return Point(tokens, layout.checkpointed_layers, layout.accumulates, peaks)
+            return ProbePoint(tokens, layout.checkpointed_layers, layout.accumulates, peaks)
         except (MemoryError, RuntimeError) as error:
             is_out_of_memory = classify(error).exit_class is ExitClass.OUT_OF_MEMORY
             engine = self.engine
-            waits = engine.is_deepspeed or is_divided(engine.model) or engine.shares_experts
+            waits = engine.is_deepspeed or is_sharded(engine.model) or engine.shares_experts
             if waits or not is_out_of_memory:
                 raise
             logger.info("probe of %d x %d tokens: %s", rows, length, first_line(error))

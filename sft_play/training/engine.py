@@ -38,7 +38,7 @@ from sft_play.models.experts import ranks_of_experts
 from sft_play.models.fast.loss.head import read_loss_last
 from sft_play.models.images import trained_encoder_weights
 from sft_play.models.optimizers import Muon, hidden_matrices
-from sft_play.models.sharding import is_divided, trains_divided
+from sft_play.models.sharding import is_sharded, trains_sharded
 from sft_play.plan.workload import schedule_warning
 from sft_play.process import Process
 from sft_play.training.memory import innermost
@@ -78,7 +78,7 @@ class Engine:
         self.base_use_cache = getattr(self.text_config, "use_cache", None)  # saved with the weights
         model.config.use_cache = self.text_config.use_cache = False
         self.is_deepspeed = self.accelerator.state.deepspeed_plugin is not None
-        self.trains_divided = trains_divided(model)
+        self.trains_divided = trains_sharded(model)
         self.shares_experts = ranks_of_experts(model) > 1
         self._parameters: list[nn.Parameter] | None = None
 
@@ -91,7 +91,7 @@ class Engine:
         accelerator = self.accelerator
         if self.shares_experts:
             expert_parallel.average_own_gradients(self.model, self.process)
-        if is_divided(self.model) or self.shares_experts:
+        if is_sharded(self.model) or self.shares_experts:
             self.wrapped = self._wrap_divided()
             self.optimizer = accelerator.prepare(self.optimizer)
         elif isinstance(self.lr_scheduler, DummyScheduler):

@@ -24,7 +24,7 @@ from sft_play.training import peers
 from sft_play.training.recorder import RunRecorder, log_thread_error
 
 
-def main(path: Path, may_fork: bool = False) -> int:
+def run_worker(path: Path, may_fork: bool = False) -> int:
     """Run the worker on a run folder; return the exit class as the process's exit code.
 
     `may_fork` is True if this process does nothing else. Then the process that will open the saved
@@ -41,7 +41,7 @@ def main(path: Path, may_fork: bool = False) -> int:
         except SftPlayError as error:  # no run folder, so the error cannot be recorded
             name = error.exit_class.name.lower()
             cause = mask_secrets(str(error))
-            peers.tell_launcher(cause)
+            peers.print_in_torchrun(cause)
             sys.stderr.write(f"{cause}\nexit class {int(error.exit_class)} ({name})\n")
             return int(error.exit_class)
         if planned.plan.ranks.world_size > 1:
@@ -64,12 +64,12 @@ def _run(
 ) -> None:
     is_patched = backend_of(planned.config).patches_transformers
     if may_fork and not is_patched and peers.rank() == 0:
-        opener.start()  # first, because it must know nothing of the run
+        opener.fork_opener()  # first, because it must know nothing of the run
     else:
         opener.dismiss()
     from sft_play.training import runtime
 
-    process = runtime.start(planned, folder)
+    process = runtime.start_process(planned, folder)
     if is_patched:
         from sft_play.models import unsloth
 
@@ -78,7 +78,7 @@ def _run(
 
     if not timeline.spans:
         timeline.note("imports")
-    worker.run(planned, folder, process, recorder, signals)
+    worker.run_training(planned, folder, process, recorder, signals)
 
 
 def wait_for_folder(descriptor: int, parent: int) -> str:
@@ -87,7 +87,7 @@ def wait_for_folder(descriptor: int, parent: int) -> str:
     Ends this process if no folder arrives, or if the parent command ends: it reports the failure.
     """
     stops.end_with_parent(parent=parent)
-    opener.start()
+    opener.fork_opener()
     from sft_play.training import runtime, worker  # noqa: F401 - so that they are loaded
 
     timeline.note("imports")

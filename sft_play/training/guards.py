@@ -1,11 +1,11 @@
 """Guards of a run's steps: against NaN, and weights that no gradient reaches.
 
-A loss that is NaN or infinite makes all gradients of its micro-batch NaN (`batches.spread`). The
-sum over ranks makes the gradients of every rank NaN. All ranks therefore see it in the gradient
-norm of the step, without a collective or a wait in a micro-step. torch's fused optimizers read the
-norm on the device (found_inf) and write nothing; the host reads it one step later, when the GPU
-has long computed it. Other optimizers wait for the norm of each step, and get no gradients.
-DeepSpeed and the loss scaler of fp16 skip such a step themselves.
+A loss that is NaN or infinite makes all gradients of its micro-batch NaN (`spread_nan`). The sum
+over ranks makes the gradients of every rank NaN. All ranks therefore see it in the gradient norm of
+the step, without a collective or a wait in a micro-step. torch's fused optimizers read the norm on
+the device (found_inf) and write nothing; the host reads it one step later, when the GPU has long
+computed it. Other optimizers wait for the norm of each step, and get no gradients. DeepSpeed and
+the loss scaler of fp16 skip such a step themselves.
 
 Every trained tensor except lora_A should get a gradient. The gradient of lora_A is zero while B
 is zero, so B represents its module. Adapters of single experts are also excluded, because a router
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from sft_play.errors import DivergedError
-from sft_play.models.sharding import own_part
+from sft_play.models.sharding import local_shard
 from sft_play.process import Process
 from sft_play.training.engine import Engine
 
@@ -204,7 +204,7 @@ class GradientWatch:
         if self._is_done:
             return
         if self._waiting is None:
-            self._waiting = watched(engine.model)
+            self._waiting = watched_tensors(engine.model)
             for name in moved(self._waiting) if step > 1 else ():  # before the run was resumed
                 del self._waiting[name]
         if self._waiting:
@@ -232,7 +232,7 @@ class GradientWatch:
             logger.warning("warning: %s", cause)
 
 
-class Movement:
+class WeightChangeCheck:
     """Some numbers of every trained tensor at the start, to compare them after training.
 
     `has_moved` is True if they had changed before the run was resumed.
@@ -247,7 +247,7 @@ class Movement:
     def sample(self) -> list[torch.Tensor]:
         """Return the first numbers of this rank's part of each trained tensor."""
         trained = filter(lambda parameter: parameter.requires_grad, self.model.parameters())
-        held = (own_part(getattr(tensor, "ds_tensor", tensor)).detach() for tensor in trained)
+        held = (local_shard(getattr(tensor, "ds_tensor", tensor)).detach() for tensor in trained)
         return [tensor.flatten()[:COMPARED_NUMBERS].clone() for tensor in held]
 
     def has_moved(self) -> bool:
@@ -267,7 +267,7 @@ class Movement:
             )
 
 
-def watched(model: nn.Module) -> dict[str, nn.Parameter]:
+def watched_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained tensors that should get a gradient, by name."""
     return {
         name: parameter
@@ -281,7 +281,7 @@ def with_gradient(waiting: dict[str, nn.Parameter]) -> list[str]:
     names = [name for name, parameter in waiting.items() if parameter.grad is not None]
     if not names:
         return []
-    largest = [_largest(own_part(waiting[name].grad)) for name in names]
+    largest = [_largest(local_shard(waiting[name].grad)) for name in names]
     values = torch.stack([value.to(largest[0].device) for value in largest]).tolist()
     # NaN is a gradient, too
     return [name for name, value in zip(names, values, strict=True) if value != 0]

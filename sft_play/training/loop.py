@@ -35,7 +35,7 @@ from sft_play.training.checkpoints import (
     dtypes_of,
     load_optimizer,
     load_random_state,
-    load_weights,
+    load_trained_weights,
     save_checkpoint,
 )
 from sft_play.training.engine import Engine
@@ -47,7 +47,7 @@ from sft_play.training.events import (
     stop_training,
 )
 from sft_play.training.experts import ExpertUse
-from sft_play.training.guards import GUARDS, GradientWatch, Movement, StepGuard
+from sft_play.training.guards import GUARDS, GradientWatch, StepGuard, WeightChangeCheck
 from sft_play.training.step_log import StepLog
 
 LEAST_LOGS = 20  # of a run, unless it has fewer steps
@@ -75,7 +75,7 @@ class TrainingLoop:
     stamp: stamp.Stamp
     best_metric: str = "eval_loss"  # the checkpoint with the best value is never removed
     expert_use: ExpertUse | None = None  # counts from the first step on
-    movement: Movement | None = None  # from the start of training on
+    movement: WeightChangeCheck | None = None  # from the start of training on
     report_saved: Callable[[Path], None] = report_nothing  # called with each checkpoint
     checkpoint: Path | None = None  # the first epoch resumes from it
 
@@ -108,14 +108,16 @@ class TrainingLoop:
             align_special_tokens(engine.model, engine.tokenizer)
         engine.prepare(self.state.max_steps)
         if checkpoint is not None:
-            load_weights(engine, checkpoint)
+            load_trained_weights(engine, checkpoint)
             load_optimizer(engine, checkpoint)
         engine.wrapped.zero_grad()
         handler.train_dataloader = self.loader
         handler.optimizer, handler.lr_scheduler = engine.optimizer, engine.lr_scheduler
         self.step_log.reset(self.state.global_step)
         guards = self.state.stateful_callbacks.get(GUARDS, {})
-        self.movement = Movement(engine.model, self.process, guards.get("has_moved", False))
+        self.movement = WeightChangeCheck(
+            engine.model, self.process, guards.get("has_moved", False)
+        )
 
     def train(self) -> None:
         """Train to the last step of the schedule, after `start`."""

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from sft_play.models.parameters import adapter_parameters, base_tensors, stored_tensors
+from sft_play.models.parameters import adapter_parameters, iter_base_tensors, stored_tensors
 from sft_play.plan.devices import GIB, host_memory
 from sft_play.process import Process
 from sft_play.runs.report import RankMemory
@@ -286,7 +286,7 @@ def components(model: nn.Module, optimizer: Any, device: torch.device) -> dict[s
         for name in ("averaged_gradients", "grad_partitions_flat_buffer"):
             gradients += _tensors_in(getattr(each, name, None))
     tensors = {
-        "weights": [*base_tensors(model), *model.buffers()],
+        "weights": [*iter_base_tensors(model), *model.buffers()],
         "adapters": list(stored_tensors(adapter_parameters(model))),
         "gradients": gradients,
         "optimizer": [*state, *stepped],

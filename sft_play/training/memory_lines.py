@@ -47,7 +47,7 @@ GB = 2**30
 
 
 @dataclass(frozen=True)
-class Speed:
+class MeasuredSpeed:
     """What all processes trained per second, and their shares of it."""
 
     of_all: float
@@ -88,12 +88,12 @@ def lines_after_training(report: RunReport) -> list[str]:
         return []
     speed = None
     if report.tokens_per_second:
-        speed = Speed(report.tokens_per_second, "tokens/s", report.strategy)
+        speed = MeasuredSpeed(report.tokens_per_second, "tokens/s", report.strategy)
     return lines_after(ranks, report.seconds["train"], report.world_size or 1, speed)
 
 
 def lines_after(
-    ranks: Sequence[RankMemory], seconds: float, world_size: int, speed: Speed | None
+    ranks: Sequence[RankMemory], seconds: float, world_size: int, speed: MeasuredSpeed | None
 ) -> list[str]:
     """Return the lines after training; `ranks` has an entry for each GPU or CPU process.
 
@@ -149,7 +149,7 @@ def _total_lines(ranks: Sequence[RankMemory]) -> list[str]:
     ]
 
 
-def _parallel_line(is_on_gpus: bool, world_size: int, speed: Speed) -> str:
+def _parallel_line(is_on_gpus: bool, world_size: int, speed: MeasuredSpeed) -> str:
     one, several = ("GPU", "GPUs") if is_on_gpus else ("process", "processes")
     digits = 0 if speed.unit == "tokens/s" else 2
     each = speed.of_all / world_size

@@ -34,9 +34,9 @@ def end_with_launcher() -> None:
     stops.watch_parent(end)
 
 
-def tell_launcher(cause: str) -> None:
+def print_in_torchrun(cause: str) -> None:
     """Make torchrun print why this rank ends, in the last table that it prints."""
-    folder.tell_launcher(os.environ, cause)
+    folder.write_for_torchrun(os.environ, cause)
 
 
 def missing_ranks() -> list[int]:
@@ -55,7 +55,7 @@ def missing_ranks() -> list[int]:
     return [number for number in expected if number not in alive]
 
 
-def gone_words(ranks: Sequence[int]) -> str:
+def describe_missing_ranks(ranks: Sequence[int]) -> str:
     """Return why a run fails whose ranks have ended, and what to do."""
     names = ", ".join(map(str, ranks))
     return (

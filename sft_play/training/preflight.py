@@ -28,11 +28,11 @@ from sft_play.errors import (
     SftPlayError,
 )
 from sft_play.plan.devices import GIB
-from sft_play.plan.probe_fit import digest_of_code
+from sft_play.plan.probe_fit import digest_of_step
 from sft_play.plan.workload import run_bytes
 from sft_play.process import Process
 from sft_play.runs import stamp
-from sft_play.training.arguments import settings_of
+from sft_play.training.arguments import plain_settings
 from sft_play.training.context import RunContext
 from sft_play.training.deepspeed_start import prepare_deepspeed
 from sft_play.training.recorder import RunRecorder
@@ -99,7 +99,7 @@ def preflight(
     """
     process = context.process
     own = {**must_agree(context, run_stamp, checkpoint), "training rows": rows}
-    with limited(process, recorder.abandon, is_joining=False):
+    with deadline(process, recorder.abandon, is_joining=False):
         ranks = gather_facts(context)
         if process.world_size > 1:
             with recorder.check("all ranks have the same versions, settings and rows"):
@@ -132,7 +132,7 @@ def must_agree(
     context: RunContext, run_stamp: stamp.Stamp, checkpoint: Path | None
 ) -> dict[str, Any]:
     """Return all that must be the same on every rank, by name."""
-    found = settings_of(context.config)
+    found = plain_settings(context.config)
     for path in PLACES + DATA_PLACES:
         del found[path]
     if run_stamp.base_digest is not None:
@@ -145,7 +145,7 @@ def must_agree(
     found["checkpoint to resume"] = checkpoint and checkpoint.name
     found |= {f"version of {name}": version for name, version in stamp.versions().items()}
     found["version of Python"] = platform.python_version()
-    found["version of SFT-Play"] = digest_of_code()[:12]
+    found["version of SFT-Play"] = digest_of_step()[:12]
     return found
 
 
@@ -271,7 +271,7 @@ def _word(value: Any) -> str:
 
 
 @contextmanager
-def limited(process: Process, give_up: Callable[[str], None], is_joining: bool) -> Iterator[None]:
+def deadline(process: Process, give_up: Callable[[str], None], is_joining: bool) -> Iterator[None]:
     """Call `give_up(cause)` in a thread if the collectives inside do not end in time.
 
     While ranks join, the limit is the group's timeout, which gloo ignores if addresses are wrong;

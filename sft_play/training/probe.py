@@ -20,8 +20,8 @@ from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.plan import batch, next_command, probe_fit
 from sft_play.plan.memory import GIB, StepBytes, evaluation_rows, step_bytes
-from sft_play.plan.probe_fit import MeasuredFit, Point, ProbeReport
-from sft_play.plan.ranks import precision
+from sft_play.plan.probe_fit import MeasuredFit, ProbePoint, ProbeReport
+from sft_play.plan.ranks import config_precision
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.step import Layout
 from sft_play.runs import stamp
@@ -39,7 +39,7 @@ class ProbeResult:
     """The layout that will run, and its measurements."""
 
     layout: Layout
-    points: tuple[Point, ...]  # the two of the fit first, if there is a fit
+    points: tuple[ProbePoint, ...]  # the two of the fit first, if there is a fit
     fit: MeasuredFit | None  # None if nothing was chosen
     memory: StepBytes | None  # of the layout, as measured; None without a GPU
     budget_bytes: int
@@ -75,7 +75,7 @@ class Probe:
         """
         folder = cache_folder(self.context.config) / "probes"
         fingerprint = self._fingerprint()
-        cached: tuple[Point, ...] = ()
+        cached: tuple[ProbePoint, ...] = ()
         if self.chooses and self.process.is_main:
             cached = probe_fit.read_points(folder, fingerprint)
         cached = self.process.gather(cached)[0]
@@ -117,7 +117,7 @@ class Probe:
             memory = probe_fit.memory_as_measured(self.step, self.layout, point, used)
         return ProbeResult(self.layout, (point,), None, memory, budget, is_cached=False)
 
-    def _two_points(self, dry_run: DryRun, budget: int) -> tuple[Point, ...]:
+    def _two_points(self, dry_run: DryRun, budget: int) -> tuple[ProbePoint, ...]:
         """Measure half a row and a full row.
 
         If they do not fit as planned, measure them with the most checkpointed layers.
@@ -149,8 +149,8 @@ class Probe:
         )
 
     def _choose(
-        self, dry_run: DryRun, fit: MeasuredFit, points: Sequence[Point], budget: int
-    ) -> tuple[Layout, tuple[Point, ...]]:
+        self, dry_run: DryRun, fit: MeasuredFit, points: Sequence[ProbePoint], budget: int
+    ) -> tuple[Layout, tuple[ProbePoint, ...]]:
         """Choose a layout by the fit and try it; return the layout and all points.
 
         If a layout does not fit, the next one must need less than its expected peak.
@@ -159,7 +159,7 @@ class Probe:
         tried = tuple(points)
         last: Layout | None = None
         while True:
-            layout = batch.choose(self.request, fit.peak, allowed)
+            layout = batch.choose_layout(self.request, fit.peak, allowed)
             if layout is None:
                 layout = last = batch.smallest(self.request)
             elif self._cuts_as_planned(layout):
@@ -181,7 +181,7 @@ class Probe:
             last = layout
             allowed = min(allowed, fit.peak(layout)) - 1
 
-    def _warn_of_tight_batch(self, layout: Layout, point: Point, budget: int) -> None:
+    def _warn_of_tight_batch(self, layout: Layout, point: ProbePoint, budget: int) -> None:
         logger.warning(
             "train.batch_size=%d takes %.1f GiB, and beyond %.1f GiB a tensor may find no room; "
             "TRAIN_BATCH_SIZE=auto chooses one that does",
@@ -201,10 +201,10 @@ class Probe:
             and layout.checkpointed_layers == self.layout.checkpointed_layers
         )
 
-    def _needs(self, point: Point, layout: Layout) -> int:
+    def _needs(self, point: ProbePoint, layout: Layout) -> int:
         return point.peak + probe_fit.context_bytes(self.step, layout)
 
-    def _measure(self, dry_run: DryRun, layout: Layout) -> Point | None:
+    def _measure(self, dry_run: DryRun, layout: Layout) -> ProbePoint | None:
         """Return the largest peaks of a step over all ranks; None if it does not fit on one."""
         self.context.checkpoint_layers(self.loop.engine.model, layout.checkpointed_layers)
         point = dry_run.measure(layout)
@@ -238,7 +238,7 @@ class Probe:
             max_seq_len=self.layout.max_seq_len,
             tuning=config.tuning.model_dump(mode="json"),
             model=config.model.model_dump(mode="json", include=model_settings),
-            precision=precision(config),
+            precision=config_precision(config),
             packing=plan.packing,
             strategy=plan.ranks.strategy,
             deepspeed=plan.deepspeed and plan.deepspeed.settings,
@@ -247,7 +247,7 @@ class Probe:
             fast_parts=sorted(fused_kernels_of(self.loop.engine.model).on),
             gpus=self.process.gather(gpu),
             versions=stamp.versions(),
-            code=probe_fit.digest_of_code(),
+            code=probe_fit.digest_of_step(),
         )
 
 

@@ -29,7 +29,7 @@ from sft_play.progress import EVERY_SECONDS
 from sft_play.runs.files import open_in_place
 from sft_play.training import peers, runtime
 from sft_play.training.context import RunContext
-from sft_play.training.preflight import limited
+from sft_play.training.preflight import deadline
 from sft_play.training.recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ class RankWatch(TrainerCallback):
     def _cause(self) -> str | None:
         gone = [rank for rank, seconds in self._gone.items() if seconds >= GONE_SECONDS]
         if gone:
-            return peers.gone_words(gone)
+            return peers.describe_missing_ranks(gone)
         if self.hang_seconds is None:
             return None
         silent = [peer for peer in self.peers if self._silent[peer.rank] > self.hang_seconds]
@@ -285,7 +285,7 @@ class RankGroup:
     def join(cls, context: RunContext, recorder: RunRecorder) -> Self:
         """Join the other ranks; from then on fail together. Give up if they do not join in time."""
         process = context.process
-        with limited(process, recorder.abandon, is_joining=True):
+        with deadline(process, recorder.abandon, is_joining=True):
             runtime.join_group(context.plan, process.timeout)
         broadcast = None
         if process.world_size > 1:

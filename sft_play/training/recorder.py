@@ -27,8 +27,8 @@ from sft_play.runs.report import (
     Check,
     LoggedStep,
     OutOfMemoryReport,
-    PeakBytes,
     PhasePeaks,
+    ReportedPeaks,
     RunReport,
 )
 from sft_play.training import peers
@@ -275,12 +275,12 @@ class RunRecorder:
         if exit_class is not ExitClass.PEER_LOST:
             return exit_class, cause
         self.gone = self.find_gone()
-        return exit_class, peers.gone_words(self.gone) if self.gone else cause
+        return exit_class, peers.describe_missing_ranks(self.gone) if self.gone else cause
 
     def _interrupted(self) -> tuple[ExitClass, str]:
         """Return the exit class and the cause of a run that a signal has ended."""
         if self.gone:
-            return ExitClass.PEER_LOST, peers.gone_words(self.gone)
+            return ExitClass.PEER_LOST, peers.describe_missing_ranks(self.gone)
         cause = f"stopped on request before a first step; {self._to_go_on()}"
         return ExitClass.STOPPED, cause
 
@@ -333,7 +333,7 @@ class RunRecorder:
             return
         self._has_told_launcher = True
         try:
-            peers.tell_launcher(cause + self._going_on(cause))
+            peers.print_in_torchrun(cause + self._going_on(cause))
         except OSError as unwritable:
             logger.warning("torchrun will not say why this rank ends: %s", unwritable)
 
@@ -386,7 +386,7 @@ def _first_report(folder: RunFolder, planned: PlannedRun) -> RunReport:
         started_at=time.strftime(STARTED_AT),
         versions={"sft-play": stamp.own_version(), **stamp.versions()},
         seconds={},
-        peak_bytes=PeakBytes(predicted=plan.memory.predicted_peak),
+        peak_bytes=ReportedPeaks(predicted=plan.memory.predicted_peak),
         memory=PhasePeaks(predicted=plan.memory.totals()),
         metrics=planned_report.metrics or {},
         checkpoint=planned_report.checkpoint,

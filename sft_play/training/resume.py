@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from sft_play.data.assemble import RunData
 from sft_play.data.templates import DEFAULT_TEMPLATE, template_text
 from sft_play.errors import CheckpointError
-from sft_play.plan.ranks import precision
+from sft_play.plan.ranks import config_precision
 from sft_play.runs import checkpoints, stamp
 from sft_play.runs.resumed import Resumed, check_resumable, refuse_other_steps, resumed_run
 from sft_play.training.checkpoints import dtypes_of
@@ -38,8 +38,8 @@ def make_stamp(
         template_name = "built-in"
     vocabulary = json.dumps(tokenizer.get_vocab(), sort_keys=True)
     binding = replace(
-        stamp.wanted(config),
-        precision=precision(config),
+        stamp.wanted_stamp(config),
+        precision=config_precision(config),
         tokenizer_digest=stamp.digest_of_text(vocabulary),
         template_digest=stamp.digest_of_text(template),
     )
@@ -80,7 +80,7 @@ def checkpoint_to_resume(context: RunContext, run_stamp: stamp.Stamp) -> Path | 
         return None
     chosen = None
     if process.is_main:
-        chosen = checkpoints.choose(Path(train.resume_from), logger.warning)
+        chosen = checkpoints.choose_checkpoint(Path(train.resume_from), logger.warning)
     checkpoint = process.broadcast(chosen)
     if not checkpoint.is_dir():
         raise CheckpointError(
@@ -130,7 +130,7 @@ def refuse_other_dtypes(checkpoint: Path, model: torch.nn.Module) -> None:
 
     Otherwise its weights would be rounded silently.
     """
-    then, now = stamp.read(checkpoint).dtypes, dtypes_of(model)
+    then, now = stamp.read_stamp(checkpoint).dtypes, dtypes_of(model)
     if then != now:
         raise CheckpointError(
             f"{checkpoint}: its weights are {_words(then)}, and this run loaded {_words(now)}; "

@@ -17,7 +17,7 @@ from accelerate import PartialState
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
 from sft_play.models.fast.proof import ProofStore
-from sft_play.plan.ranks import Ranks, precision
+from sft_play.plan.ranks import Ranks, config_precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process
 from sft_play.progress import VisibleFormatter
@@ -26,7 +26,7 @@ from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.training.peers import rank
 
 
-def start(planned: PlannedRun, folder: RunFolder) -> Process:
+def start_process(planned: PlannedRun, folder: RunFolder) -> Process:
     """Set up logging and return this process.
 
     Raises: EnvironmentFault when the launcher started another number of ranks than was planned, or
@@ -46,7 +46,7 @@ def start(planned: PlannedRun, folder: RunFolder) -> Process:
         local_rank,
         world_size,
         _device(plan.ranks, local_rank),
-        compute_dtype=DTYPES[precision(planned.config)],
+        compute_dtype=DTYPES[config_precision(planned.config)],
         timeout=timedelta(seconds=planned.config.train.ddp_timeout),
         gpus=plan.ranks.gpus_per_process,
     )

@@ -29,7 +29,7 @@ from sft_play.models.export import saved_stops, stops_of, trained_stops, write_s
 from sft_play.models.load import weight_dtype
 from sft_play.models.parameters import count_parameters
 from sft_play.models.positions import write_rope_beside_adapter
-from sft_play.models.sharding import own_part
+from sft_play.models.sharding import local_shard
 from sft_play.plan.devices import host_memory
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
@@ -283,7 +283,7 @@ def check_saved_model(folder: Path, trained: Mapping[str, Tensor] | None) -> set
 
 def _is_equal(saved: Tensor, trained: Tensor) -> bool:
     """Compare a saved tensor with the trained one; if it is sharded, the main rank's rows."""
-    own = own_part(trained.detach()).cpu()
+    own = local_shard(trained.detach()).cpu()
     if isinstance(trained, DTensor):
         saved = saved[: len(own)]
     return torch.equal(own, saved.to(trained.dtype))

@@ -103,7 +103,7 @@ class StopOnSignal(TrainerCallback):
     def _give_up_if_stuck(self, seconds: float) -> None:
         gone = peers.missing_ranks() if seconds > 1 else []
         if gone:
-            self.recorder.abandon(peers.gone_words(gone))
+            self.recorder.abandon(peers.describe_missing_ranks(gone))
         elif seconds > STUCK_SECONDS:
             self.recorder.abandon()
 

@@ -1,4 +1,4 @@
-"""The worker: `run` trains from start to end. It is the same for one process, DDP and DeepSpeed.
+"""The worker: `run_training` trains from start to end, in one process, under DDP or DeepSpeed.
 
 It reads only the run folder; rank and device come from training.runtime.
 """
@@ -24,7 +24,7 @@ from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.next_command import resume_command
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.process import Process
-from sft_play.progress import Stage, watched
+from sft_play.progress import Stage, watched_stage
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import LoggedLoss
@@ -68,7 +68,7 @@ from sft_play.training.trackers import open_trackers
 logger = logging.getLogger(__name__)
 
 
-def run(
+def run_training(
     planned: PlannedRun,
     folder: RunFolder,
     process: Process,
@@ -83,11 +83,11 @@ def run(
     memory = MemoryMeter(process, planned.plan.used_before(process.local_rank))
     context = RunContext(planned, folder, process, memory)
     with StopOnSignal(process, signals, recorder) as stop:
-        train(context, recorder, stop)
+        train_steps(context, recorder, stop)
 
 
-def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> None:
-    """Run the steps of `run`, and handle signals."""
+def train_steps(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> None:
+    """Run the steps of `run_training`, and handle signals."""
     planned, folder, process = context.planned, context.folder, context.process
     config = context.config
     recorder.lap_began = time.time()  # excludes imports
@@ -109,7 +109,7 @@ def train(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) -> Non
     with recorder.check("the base model knows every token of the rows"):
         check_vocabulary(config, tokenizer, data.used_tokens())
     observers = Observers(context, open_trackers(context))
-    model = load_weights(context, recorder, checkpoint)
+    model = load_for_training(context, recorder, checkpoint)
     recorder.lap("load")
 
     loop = build_loop(
@@ -162,7 +162,7 @@ def load_data(context: RunContext, recorder: RunRecorder) -> RunData:
     return data
 
 
-def load_weights(
+def load_for_training(
     context: RunContext, recorder: RunRecorder, checkpoint: Path | None
 ) -> PreTrainedModel:
     """Return the model on this rank's device, and record which fused kernels it has.
@@ -178,7 +178,7 @@ def load_weights(
     stage = Stage(
         f"loading {context.config.model.name}", measure=lambda: held_memory(context.process)
     )
-    with context.memory.phase("load"), watched(stage, context.process.is_main):
+    with context.memory.phase("load"), watched_stage(stage, context.process.is_main):
         places = WeightPlaces(
             zero_stage=plan.zero_stage,
             is_fsdp=plan.is_fsdp,
@@ -208,7 +208,7 @@ def before_first_step(
     recorder.note(memory_by_rank=by_rank)
     if context.process.is_main and context.process.is_gpu:
         logger.info("%s", "\n".join(lines_before_training(by_rank)))
-    with watched(Stage("checking the model before the first step"), context.process.is_main):
+    with watched_stage(Stage("checking the model before the first step"), context.process.is_main):
         check_before_first_step(context, loop, held_out.evaluator, recorder)
     held_out.limit_evaluations()
     before = recorder.report.scores("before") or take_over_before(context)

@@ -185,7 +185,7 @@ def owner_of(path: str) -> tuple[Any, str]:
 
 def newest(folder: RunFolder) -> int | None:
     """Return the step of the newest whole checkpoint; nothing is renamed."""
-    for checkpoint in checkpoints.listing(folder.checkpoints):
+    for checkpoint in checkpoints.list_checkpoints(folder.checkpoints):
         if seal.find_damage(checkpoint) is None:
             return checkpoints.step_of(checkpoint)
     return None

@@ -15,7 +15,7 @@ from sft_play.data import cache
 from sft_play.errors import ExitClass, SftPlayError, disk_errors_in_words
 from sft_play.inference.load import checked_weights
 from sft_play.runs import checkpoints, lock, metrics, seal, stamp
-from sft_play.runs.answer_file import Part
+from sft_play.runs.answer_file import AnswerShard
 from sft_play.runs.files import open_in_place, write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import MetricsLine
@@ -53,7 +53,7 @@ def resumed(damage: Damage) -> Callable[[Bench], Outcome]:
         bench.inject_now()
         said: list[str] = []
         try:
-            chosen = checkpoints.choose(run.path, said.append)
+            chosen = checkpoints.choose_checkpoint(run.path, said.append)
         except SftPlayError as error:
             return Outcome(error.exit_class, str(error))
         return Outcome(0, "; ".join(said), 3, checkpoints.step_of(chosen))
@@ -231,7 +231,7 @@ def damage_all(folder: Path) -> None:
 def named(bench: Bench) -> Outcome:
     run = bench.copy()
     flip(run.checkpoints / NEWEST / "optimizer.pt")
-    return refused(lambda: checkpoints.choose(run.checkpoints / NEWEST, print))
+    return refused(lambda: checkpoints.choose_checkpoint(run.checkpoints / NEWEST, print))
 
 
 def refused(call: Callable[[], object]) -> Outcome:
@@ -249,7 +249,7 @@ def without_a_fact(bench: Bench) -> Outcome:
     facts = json.loads((checkpoint / "stamp.json").read_text())
     write_json(checkpoint / "stamp.json", {**facts, "data_digest": ""})
     seal.seal(checkpoint)
-    return refused(lambda: stamp.read(checkpoint))
+    return refused(lambda: stamp.read_stamp(checkpoint))
 
 
 def weights(damage: Damage) -> Callable[[Bench], Outcome]:
@@ -326,7 +326,7 @@ IN_PLACE = tuple(
         ("metrics.jsonl", lambda path: metrics.append(path, MetricsLine(1, 2)), LINKED),
         ("logs/rank-0.log", lambda path: LogFile(path).close(), LINKED),
         ("logs/rank-0.stacks", lambda path: open_in_place(path, "w").close(), LINKED),
-        ("a.jsonl.parts/0.jsonl", lambda path: Part(path).close(), LINKED),
+        ("a.jsonl.parts/0.jsonl", lambda path: AnswerShard(path).close(), LINKED),
     )
 )
 OTHERS = (

@@ -99,7 +99,7 @@ def damaged_while_it_trains(bench: Bench) -> Outcome:
     flip(newest / "optimizer.pt")
     said: list[str] = []
     with held_by_another(run.path):
-        chosen = checkpoints.choose(run.path, said.append)
+        chosen = checkpoints.choose_checkpoint(run.path, said.append)
     assert newest.is_dir(), "another run's checkpoint is renamed"
     return Outcome(0, "; ".join(said), 3, checkpoints.step_of(chosen))
 

@@ -14,7 +14,7 @@ from faults.bench import Bench, Fault, Guard, Outcome
 from faults.files import flip, nothing
 from sft_play.errors import ExitClass
 from sft_play.training import saved_weights
-from sft_play.training.batches import spread
+from sft_play.training.batches import spread_nan
 from sft_play.training.guards import StepGuard
 from sft_play.training.loop import TrainingLoop
 
@@ -32,7 +32,7 @@ def poison(steps: set[int], value: float = math.nan, rank: int = 0) -> None:
         step = self.state.global_step + 1
         if step in steps - seen and self.process.rank == rank:
             seen.add(step)
-            loss = spread(loss + torch.tensor(value))
+            loss = spread_nan(loss + torch.tensor(value))
         return loss
 
     TrainingLoop.compute_loss = poisoned

@@ -159,7 +159,7 @@ def by_hand(bench: Bench) -> Outcome:
     """One of two processes, placed by the variables of a guide."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
     try:
-        found = launched.read({**place, "MASTER_PORT": "29500"})
+        found = launched.read_launch({**place, "MASTER_PORT": "29500"})
     except SftPlayError as error:
         return Outcome(error.exit_class, str(error))
     return Outcome(ExitClass.DONE, f"{found.place} {found.warnings}")

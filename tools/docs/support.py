@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from sft_play.config import invocation, loader
 from sft_play.errors import SftPlayError
 from sft_play.plan import cards
-from sft_play.plan.resolve import resolve
+from sft_play.plan.resolve import resolve_plan
 from sft_play.runs.adapter_options import (
     OF_OTHER_MODELS,
     OF_PEFT,
@@ -68,9 +68,11 @@ def why_not(settings: Mapping[str, str], is_shared: bool) -> str | None:
     words = [f"{name}={value}" for name, value in {**USUAL, **settings}.items()]
     environ = {"CONFIG": "base"}
     try:
-        loaded = loader.load("base", environ, words)
-        hardware = cards.parse("2xH200" if is_shared else "1xH200")
-        resolve(loaded, invocation.read(environ), hardware, environ, is_shared, False)
+        loaded = loader.load_merged("base", environ, words)
+        hardware = cards.parse_hardware("2xH200" if is_shared else "1xH200")
+        resolve_plan(
+            loaded, invocation.read_invocation(environ), hardware, environ, is_shared, False
+        )
     except SftPlayError as error:
         reason = str(error).partition(";")[0]
         return re.sub(r" \(--set [^)]*\)", "", reason)

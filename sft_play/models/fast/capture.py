@@ -40,7 +40,7 @@ IGNORED_ATTRIBUTES = frozenset(
 )
 
 
-class Call(NamedTuple):
+class ForwardCall(NamedTuple):
     """The arguments of one forward call, and the shape that the original code returned."""
 
     args: tuple[Any, ...]
@@ -49,18 +49,18 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sample:
+class CapturedModule:
     """A module of a kind, with its inputs for the packed and the unpacked batch."""
 
     module: nn.Module
-    calls: dict[str, Call]
+    calls: dict[str, ForwardCall]
 
 
 @dataclass(frozen=True)
 class ProofInputs:
     """The inputs of one module of each kind of a decoder."""
 
-    samples: dict[Kind, Sample]
+    samples: dict[Kind, CapturedModule]
     kinds: dict[nn.Module, Kind]
     documents: Documents
     signature: str  # covers all kinds
@@ -148,7 +148,7 @@ def capture(
     device = device_of(next(base.parameters()))  # in a trace it differs from the process's
     numbers: dict[Any, Kind] = {}
     kinds = kinds_of(decoder, base.config.get_text_config(), numbers)
-    samples: dict[Kind, Sample] = {}
+    samples: dict[Kind, CapturedModule] = {}
     window = 0 if names_documents else _longest_window(base) + PAST_WINDOW
     longest = longest_row or window + sum(LENGTHS)
     last = min(window, longest - sum(LENGTHS))  # a packed row is not longer than a training row
@@ -198,7 +198,7 @@ def _longest_window(base: PreTrainedModel) -> int:
 def _recording(
     decoder: nn.Module,
     kinds: dict[nn.Module, Kind],
-    samples: dict[Kind, Sample],
+    samples: dict[Kind, CapturedModule],
     batch: str,
 ) -> Iterator[None]:
     """Store the calls of the first module that runs of each kind."""
@@ -206,9 +206,9 @@ def _recording(
     def record(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        sample = samples.setdefault(kinds[module], Sample(module, {}))
+        sample = samples.setdefault(kinds[module], CapturedModule(module, {}))
         if sample.module is module:
-            call = Call(args, dict(kwargs), shape_of(output))
+            call = ForwardCall(args, dict(kwargs), output_shape(output))
             # a later call in the same pass would have another input
             sample.calls.setdefault(batch, call)
 
@@ -237,7 +237,7 @@ def _passing_experts(decoder: nn.Module) -> Iterator[None]:
                 module.forward = own
 
 
-def shape_of(output: Any) -> tuple[int, ...]:
+def output_shape(output: Any) -> tuple[int, ...]:
     """Return the shape of a module's output, or of the first tensor of several."""
     if isinstance(output, tuple | list) and output:
         output = output[0]

@@ -38,7 +38,7 @@ from sft_play.models.linear_attention import torch_code
 from sft_play.models.sharding import outermost_layers
 from sft_play.plan.fast import ALL_PARTS, LINEARS_OF_MLP, PARTS
 from sft_play.process import Process
-from sft_play.progress import Stage, watched
+from sft_play.progress import Stage, watched_stage
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def install_fused_kernels(
     """
     setup = TrainingSetup(model, config, process, zero_stage)
     stage = Stage("checking fused kernels against the model's own code")
-    with watched(stage, process.is_main), _gathering(setup):
+    with watched_stage(stage, process.is_main), _gathering(setup):
         kernels = _install_parts(setup, proofs)
     if config.train.fast_path is True and not kernels.on:
         reason = next(iter(kernels.off.values()))

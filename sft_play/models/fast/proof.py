@@ -35,15 +35,22 @@ from torch import nn
 from sft_play import timeline
 from sft_play.data.files import digest_files
 from sft_play.models.experts import ranks_of_experts
-from sft_play.models.fast.capture import PACKED, PLAIN, Call, Kind, preserving_state, shape_of
+from sft_play.models.fast.capture import (
+    PACKED,
+    PLAIN,
+    ForwardCall,
+    Kind,
+    output_shape,
+    preserving_state,
+)
 from sft_play.models.fast.documents import forward_by_document
 from sft_play.models.fast.recognize import MISMATCH_ERRORS
 from sft_play.models.fast.setup import TrainingSetup
 from sft_play.models.fast.trial import (
     Forward,
-    Part,
     Result,
     Trial,
+    TrialPart,
     comparable,
     difference,
     own_code,
@@ -63,8 +70,8 @@ class _Proof:
 
     fused: Forward
     setup: TrainingSetup
-    fused_call: Callable[[Call, str], Call] | None
-    part_of: Callable[[nn.Module, Call], Part | None] | None
+    fused_call: Callable[[ForwardCall, str], ForwardCall] | None
+    part_of: Callable[[nn.Module, ForwardCall], TrialPart | None] | None
 
     def reason_against(self, name: str, kind: Kind) -> str | None:
         """Return where the fused code of a kind differs from the original; None if nowhere.
@@ -115,8 +122,8 @@ class _Proof:
     def _compare_values(
         self,
         module: nn.Module,
-        call: Call,
-        fused_call: Call,
+        call: ForwardCall,
+        fused_call: ForwardCall,
         batch: str,
         errors: list[float] | None,
     ) -> str | None:
@@ -167,7 +174,7 @@ class _Proof:
         return where and f"computes something else ({where})"
 
     def _compare_shapes(
-        self, module: nn.Module, shape: tuple[int, ...], fused_call: Call
+        self, module: nn.Module, shape: tuple[int, ...], fused_call: ForwardCall
     ) -> str | None:
         """Return how fused code of a traced module differs from the original; None if nowhere."""
         setup = self.setup
@@ -177,7 +184,7 @@ class _Proof:
         with preserving_state(module, device), torch.autocast(device.type, dtype, enabled=is_half):
             module.train()
             try:
-                computed = shape_of(self.fused(module, *fused_call.args, **fused_call.kwargs))
+                computed = output_shape(self.fused(module, *fused_call.args, **fused_call.kwargs))
             except MISMATCH_ERRORS as error:
                 return f"is called in another way ({type(error).__name__})"
         if computed != shape:
@@ -189,8 +196,8 @@ def prove(
     modules: Sequence[nn.Module],
     fused: Forward,
     setup: TrainingSetup,
-    fused_call: Callable[[Call, str], Call] | None = None,
-    part_of: Callable[[nn.Module, Call], Part | None] | None = None,
+    fused_call: Callable[[ForwardCall, str], ForwardCall] | None = None,
+    part_of: Callable[[nn.Module, ForwardCall], TrialPart | None] | None = None,
 ) -> list[nn.Module]:
     """Return the modules whose fused forward agrees with their original; run one of each kind.
 
@@ -309,7 +316,7 @@ def facts_of(setup: TrainingSetup, environ: Mapping[str, str]) -> dict[str, Any]
         "numbers": [str(process.compute_dtype), torch.get_float32_matmul_precision()],
         "devices": describe_devices(process),
         "variables": {name: environ[name] for name in environ if VARIABLES.match(name)},
-        "code": [counting.versions(), digest_files(map(Path, sorted(files)))],
+        "code": [counting.counting_versions(), digest_files(map(Path, sorted(files)))],
     }
 
 

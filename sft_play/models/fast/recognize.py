@@ -24,7 +24,7 @@ from torch.nn import functional
 from sft_play.models.experts import true_shape
 from sft_play.models.fast.attention.reference import attend_rows, rotate_reference
 from sft_play.models.fast.linears.glu import Activation, sigmoid_argument
-from sft_play.models.fast.norms.residual import LayerRoles, NormKind, Reference
+from sft_play.models.fast.norms.residual import LayerRoles, NormKind, ReferenceNorms
 from sft_play.models.sharding import shallow_copy
 
 # What a class's forward method may raise if it is called with children that it does not expect
@@ -161,7 +161,7 @@ def norm_kind_of(module: nn.Module) -> NormKind | None:
         return None
     for casting, offset in NORM_KINDS:
         kind = NormKind(casting, offset, eps)
-        expected, *_ = Reference.forward(x, None, weight, kind)
+        expected, *_ = ReferenceNorms.forward(x, None, weight, kind)
         differing = float(result.ne(expected).double().mean())
         is_near = torch.allclose(result.float(), expected.float(), rtol=2**-6)
         if is_near and differing <= OTHER_ROUNDING:

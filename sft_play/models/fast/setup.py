@@ -18,7 +18,7 @@ from sft_play.config.schema import Config
 from sft_play.models import partitioned
 from sft_play.models.architecture import decoder_of
 from sft_play.models.fast.capture import ProofInputs, capture
-from sft_play.models.sharding import gathered, units_by_module
+from sft_play.models.sharding import gathered_unit, units_by_module
 from sft_play.models.weight_offloading import bring_layer_of
 from sft_play.process import Process
 
@@ -93,7 +93,7 @@ class TrainingSetup:
 
     @cached_property
     def _partitioned_units(self) -> dict[nn.Module, nn.Module]:
-        return partitioned.units_by_module(self.base) if self.has_values else {}
+        return partitioned.layers_by_module(self.base) if self.has_values else {}
 
     @property
     def divides_weights(self) -> bool:
@@ -109,7 +109,9 @@ class TrainingSetup:
         bring_layer_of(module, self.base)
         if module in self._partitioned_units:
             unit = self._partitioned_units[module]
-            with partitioned.gathered(partitioned.parameters_of(unit, self._partitioned_units)):
+            with partitioned.gathered_parameters(
+                partitioned.unit_parameters(unit, self._partitioned_units)
+            ):
                 yield
             return
         unit = self._units.get(module)
@@ -118,7 +120,7 @@ class TrainingSetup:
             return
         self._whole_units.add(unit)
         try:
-            with gathered(unit):
+            with gathered_unit(unit):
                 yield
         finally:
             self._whole_units.remove(unit)

@@ -25,7 +25,7 @@ from torch.nn.utils.parametrize import ParametrizationList, type_before_parametr
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from sft_play.models.bnb import unpack
+from sft_play.models.bnb import unpack_4bit
 from sft_play.models.experts import (
     SharedParamWrapper,
     ranks_of_experts,
@@ -33,7 +33,7 @@ from sft_play.models.experts import (
     unwrap,
     weight_of,
 )
-from sft_play.models.fast.capture import SEED, Call
+from sft_play.models.fast.capture import SEED, ForwardCall
 from sft_play.models.fast.linears import four_bit
 from sft_play.models.fast.recognize import MISMATCH_ERRORS
 from sft_play.models.float8.linear import Float8Linear
@@ -180,7 +180,7 @@ class Trial:
     """One call of a module, to run it with the original implementation or with fused code."""
 
     module: nn.Module
-    call: Call
+    call: ForwardCall
     process: Process
     mixes_tokens: bool
     has_gradients: bool = True  # False: only outputs are compared
@@ -228,7 +228,7 @@ class Trial:
         widened = tree_map_only(Tensor, lambda x: x.float() if _is_floating(x) else x, self.call)
         process = replace(self.process, compute_dtype=torch.float32)
         try:
-            module = in_float32(shallow_copy(self.module))
+            module = float32_copy(shallow_copy(self.module))
             for child in module.modules():
                 vars(child).pop("forward", None)  # set on parts that are already fused
             return replace(self, module=module, call=widened, process=process).run(code, choices)
@@ -239,7 +239,7 @@ class Trial:
             return None
 
 
-def _with_gradients(call: Call) -> tuple[Call, dict[str, Tensor]]:
+def _with_gradients(call: ForwardCall) -> tuple[ForwardCall, dict[str, Tensor]]:
     """Return a call whose inputs are copies that require a gradient, and those inputs.
 
     They are the floating-point tensors among its positional arguments, or else the first one that
@@ -256,19 +256,19 @@ def _with_gradients(call: Call) -> tuple[Call, dict[str, Tensor]]:
 
     args = tuple(map(leaf, call.args))
     kwargs = {name: value if inputs else leaf(value) for name, value in call.kwargs.items()}
-    return Call(args, kwargs), inputs
+    return ForwardCall(args, kwargs), inputs
 
 
 def _is_floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-class Part(NamedTuple):
+class TrialPart(NamedTuple):
     """A smaller module and its call for the original, if the full one needs too much memory."""
 
     module: nn.Module
-    call: Call
-    whole_call: Call  # of the full module, which the fused code runs
+    call: ForwardCall
+    whole_call: ForwardCall  # of the full module, which the fused code runs
     take: Callable[[str, Tensor], Tensor]  # the part of a lora_A (E r, in) or lora_B (out, r E)
 
     def of_whole(self, tensors: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
@@ -279,7 +279,7 @@ class Part(NamedTuple):
         }
 
 
-def few_experts(module: nn.Module, call: Call) -> Part | None:
+def few_experts(module: nn.Module, call: ForwardCall) -> TrialPart | None:
     """Return a copy with PROVEN_EXPERTS experts, and its call; None if all experts run.
 
     All experts run if a module does not have more, or if ranks share its experts.
@@ -310,7 +310,7 @@ def few_experts(module: nn.Module, call: Call) -> Part | None:
     for child in (*wrappers_of_copy, experts_of_copy):
         if not isinstance(child, SharedParamWrapper):
             child.num_experts = PROVEN_EXPERTS
-    return Part(
+    return TrialPart(
         copied,
         call._replace(args=(x, places, weights)),
         call._replace(args=(x, chosen[places], weights)),
@@ -324,16 +324,16 @@ def _few_of(parameter: nn.Parameter, chosen: Tensor, count: int) -> Tensor:
         return parameter.clone()
     if not hasattr(parameter, "quant_state"):
         return parameter[chosen]
-    lines = four_bit.lines_of(parameter) if parameter.is_cuda else None
+    lines = four_bit.block_lines(parameter) if parameter.is_cuda else None
     if lines is None:
-        return four_bit.unpack(parameter)[chosen]
+        return four_bit.unpack_with_kernel(parameter)[chosen]
     stored = [lines.unpack(parameter, slice(each, each + 1)) for each in chosen.tolist()]
     few = torch.cat(stored)
     return few.transpose(1, 2) if lines.is_turned else few
 
 
 @torch.no_grad()
-def in_float32(module: nn.Module) -> nn.Module:
+def float32_copy(module: nn.Module) -> nn.Module:
     """Return a copy of a module, which may have adapters, with every weight in float32.
 
     4-bit weights of experts and linear layers are unpacked, and so are float8 weights.
@@ -343,7 +343,7 @@ def in_float32(module: nn.Module) -> nn.Module:
         if isinstance(child, ParametrizationList):  # of packed experts
             memo[id(child.original)] = nn.Parameter(child().float(), requires_grad=False)
         if isinstance(child, Linear4bit):
-            weight = unpack(child.weight).float()
+            weight = unpack_4bit(child.weight).float()
         elif isinstance(child, Float8Linear):
             weight = child.dequantized_weight(torch.float32)
         else:

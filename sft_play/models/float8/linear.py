@@ -27,8 +27,8 @@ from sft_play.models.architecture import decoder_layers
 from sft_play.models.experts import expert_weights, unquantized_linears
 from sft_play.models.fast.setup import to_compute_dtype
 from sft_play.models.float8.quantize import (
+    float8_product,
     input_product,
-    product,
     quantize,
     quantize_weight,
     why_not_quantized,
@@ -101,7 +101,7 @@ class _Float8Product(torch.autograd.Function):
         ctx.weight = weight
         ctx.scales = scales
         flat = x.reshape(-1, x.shape[-1])
-        y = product(quantize(flat), weight, scales, x.dtype)
+        y = float8_product(quantize(flat), weight, scales, x.dtype)
         return y.view(*x.shape[:-1], len(weight))
 
     @staticmethod

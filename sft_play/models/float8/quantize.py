@@ -46,7 +46,7 @@ def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
     On a GPU, one kernel reads and writes them. On other devices, the reference below is used.
     """
     if x.is_cuda:
-        return rows.quantize(x, column_scales)
+        return rows.quantize_rows(x, column_scales)
     if triton_kernels.is_traced:
         scales = x.new_empty(len(x), dtype=torch.float32)
         return Quantized(torch.empty_like(x, dtype=FLOAT8), scales)
@@ -130,7 +130,7 @@ def why_not_quantized(weight: Tensor, quantized: Quantized) -> str | None:
     return f"outliers: half of a row would be off by {error:.0%}, {MAX_ROW_ERROR:.0%} is most"
 
 
-def product(x: Quantized, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def float8_product(x: Quantized, weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return y (N, out) in `dtype` of x (N, in), weight (out, in) and its scales (out,)."""
     if weight.is_cuda:
         return _scaled_mm(x, weight.t(), scales).to(dtype)

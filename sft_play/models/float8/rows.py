@@ -80,7 +80,7 @@ def _transpose(source, target, rows, columns, tile: tl.constexpr):
     tl.store(target + column[:, None] * rows + row[None, :], tl.trans(part), inside)
 
 
-def quantize(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
+def quantize_rows(x: Tensor, column_scales: Tensor | None = None) -> Quantized:
     """Return rows x (N, F) in float8, after multiplying them by `column_scales` (F,)."""
     if x.stride(1) != 1:
         x = x.contiguous()

@@ -17,7 +17,7 @@ from sft_play.models.fast.attention.forward import (
     remove_mask,
     use_interface,
 )
-from sft_play.models.fast.capture import LENGTHS, PACKED, PLAIN, Call, preserving_state
+from sft_play.models.fast.capture import LENGTHS, PACKED, PLAIN, ForwardCall, preserving_state
 from sft_play.models.fast.documents import UNMASKED, watch_documents
 from sft_play.models.fast.linears.lora import LinearGroup
 from sft_play.models.fast.proof import prove
@@ -160,7 +160,7 @@ def _check_attention(module: nn.Module) -> None:
 
 def unmasked_call(
     modules: Iterable[nn.Module], setup: TrainingSetup
-) -> Callable[[Call, str], Call]:
+) -> Callable[[ForwardCall, str], ForwardCall]:
     """Make attention modules read the batch's documents, which the original gets as a mask.
 
     Return the function that prepares the call of their fused code in a proof.
@@ -169,10 +169,10 @@ def unmasked_call(
     for module in modules:
         module.packed_documents = packed
 
-    def fused_call(call: Call, batch: str) -> Call:
+    def fused_call(call: ForwardCall, batch: str) -> ForwardCall:
         is_packed = batch == PACKED
         packed.batch = setup.proof_inputs.documents if is_packed else None
-        return Call(call.args, {**call.kwargs, "attention_mask": UNMASKED})
+        return ForwardCall(call.args, {**call.kwargs, "attention_mask": UNMASKED})
 
     return fused_call
 

@@ -30,7 +30,7 @@ from transformers.integrations.moe import _default_apply_gate
 from sft_play.models import triton_kernels
 from sft_play.models.fast.experts import kernels
 from sft_play.models.fast.experts.products import (
-    Adapter,
+    ExpertAdapters,
     ExpertLinear,
     Routing,
     Term,
@@ -46,7 +46,7 @@ from sft_play.models.fast.linears.glu import (
     glu_backward,
     glu_forward,
 )
-from sft_play.models.partitioned import gathered
+from sft_play.models.partitioned import gathered_parameters
 
 GateGradients = tuple[Tensor, Tensor, Tensor]
 
@@ -59,7 +59,7 @@ class Glu:
     def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
         """Return h (S, I) of y (S, F); rows after the last of `ends` (E,) may be skipped."""
         if y.is_cuda:
-            return kernels.glu_forward(y, self.form, ends)
+            return kernels.expert_glu_forward(y, self.form, ends)
         if triton_kernels.is_traced:
             return y.new_empty(len(y), y.shape[1] // 2)
         return self.reference(y)
@@ -72,7 +72,7 @@ class Glu:
         `dh` (S, I) is without the routing weights (S,) and may be overwritten.
         """
         if y.is_cuda:
-            return kernels.glu_backward(dh, y, weights, self.form, ends)
+            return kernels.expert_glu_backward(dh, y, weights, self.form, ends)
         if triton_kernels.is_traced:
             return torch.empty_like(y), y.new_empty(len(y), dtype=torch.float32), dh
         return self.reference_gradients(dh, y, weights)
@@ -233,14 +233,14 @@ class LoraExpertsFunction(torch.autograd.Function):
         """Return the gradients of x, the routing weights and the adapters."""
         inner, down = ctx.experts.inner, ctx.experts.down
         saved = ctx.saved_tensors
-        with gathered([inner.weight, down.weight, inner.bias, down.bias, *saved[-4:]]):
+        with gathered_parameters([inner.weight, down.weight, inner.bias, down.bias, *saved[-4:]]):
             return _gradients(saved, ctx.experts, dout)
 
 
 def _project(
     x: Tensor,
     linear: ExpertLinear,
-    adapter: Adapter | None,
+    adapter: ExpertAdapters | None,
     routing: Routing,
     of_tokens: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -255,7 +255,7 @@ def _project(
 def _input_gradient(
     dy: Tensor,
     linear: ExpertLinear,
-    adapter: Adapter | None,
+    adapter: ExpertAdapters | None,
     routing: Routing,
     of_tokens: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -297,7 +297,7 @@ def _gradients(
 
 def _adapters(
     adapters: Sequence[Tensor | None], experts: FrozenExperts, dtype: torch.dtype
-) -> tuple[Adapter | None, Adapter | None]:
+) -> tuple[ExpertAdapters | None, ExpertAdapters | None]:
     """Return the adapters of the inner linear and of down."""
     inner = adapter_of(*adapters[:2], experts.inner, dtype)
     return inner, adapter_of(*adapters[2:], experts.down, dtype)

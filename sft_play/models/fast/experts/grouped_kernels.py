@@ -234,7 +234,7 @@ def tiles_of(ends: Tensor, rows: int) -> Tensor:
     return tiles
 
 
-def product(
+def grouped_product(
     x: Tensor,
     weight: Tensor,
     lines_are_summed: bool,

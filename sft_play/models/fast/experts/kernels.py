@@ -130,7 +130,9 @@ def _backward(
     tl.store(dweights + row, tl.sum(products, 0))
 
 
-def sum_choices(values: Tensor, rows: Tensor, ends: Tensor, weights: Tensor | None) -> Tensor:
+def sum_choices_kernel(
+    values: Tensor, rows: Tensor, ends: Tensor, weights: Tensor | None
+) -> Tensor:
     """Return the sums over choices (N, H); see `products.sum_choices`."""
     tokens, choices = rows.shape
     features = values.shape[1]
@@ -152,7 +154,7 @@ def sum_choices(values: Tensor, rows: Tensor, ends: Tensor, weights: Tensor | No
     return out
 
 
-def glu_forward(y: Tensor, gate: Form, ends: Tensor | None) -> Tensor:
+def expert_glu_forward(y: Tensor, gate: Form, ends: Tensor | None) -> Tensor:
     """Return h (S, I) of y (S, 2 I)."""
     assert y.is_contiguous(), "features lie side by side"
     rows, features = len(y), y.shape[1] // 2
@@ -163,7 +165,7 @@ def glu_forward(y: Tensor, gate: Form, ends: Tensor | None) -> Tensor:
     return h
 
 
-def glu_backward(
+def expert_glu_backward(
     dh: Tensor, y: Tensor, weights: Tensor, gate: Form, ends: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dy (S, 2 I), the gradients of the weights (S,) and h (S, I), which overwrites dh."""

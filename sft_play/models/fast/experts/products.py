@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sft_play.models import triton_kernels
 from sft_play.models.fast.experts import grouped_kernels, kernels
-from sft_play.models.fast.linears.four_bit import InLines, lines_of
+from sft_play.models.fast.linears.four_bit import InLines, block_lines
 from sft_play.models.fast.linears.products import dequantize
 
 
@@ -79,7 +79,7 @@ def sum_choices(values: Tensor, routing: Routing, weights: Tensor | None = None)
     The sum is in float32 and rounded once.
     """
     if values.is_cuda:
-        return kernels.sum_choices(values, routing.rows, routing.ends, weights)
+        return kernels.sum_choices_kernel(values, routing.rows, routing.ends, weights)
     if triton_kernels.is_traced:
         return values.new_empty(len(routing.rows), values.shape[1])
     wide = torch.promote_types(values.dtype, torch.float32)
@@ -140,7 +140,7 @@ class ExpertLinear(NamedTuple):
 
         Otherwise 4-bit matrices become a new tensor in `dtype`.
         """
-        lines = lines_of(self.weight)
+        lines = block_lines(self.weight)
         if lines is None:
             found = dequantize(self.weight, dtype)
         else:
@@ -148,7 +148,7 @@ class ExpertLinear(NamedTuple):
         return found if self.is_transposed else found.transpose(1, 2)
 
 
-class Adapter(NamedTuple):
+class ExpertAdapters(NamedTuple):
     """The LoRA factors of all experts."""
 
     a: Tensor  # (E, r, in)
@@ -166,7 +166,7 @@ class Term(NamedTuple):
 
 def adapter_of(
     a: Tensor | None, b: Tensor | None, linear: ExpertLinear, dtype: torch.dtype
-) -> Adapter | None:
+) -> ExpertAdapters | None:
     """Return the adapter for lora_A (E r, in) and lora_B (out, r E); None if they are None.
 
     Factors of a shared adapter are (r, in) and (out, r).
@@ -178,7 +178,7 @@ def adapter_of(
     by_adapter = b.view(len(b), rank, adapters).permute(2, 1, 0)
     copied = torch.empty(by_adapter.shape, dtype=dtype, device=b.device).copy_(by_adapter)
     of_experts = (linear.experts, -1, -1)
-    return Adapter(
+    return ExpertAdapters(
         a.view(adapters, rank, -1).expand(of_experts), copied.expand(of_experts), linear.scale
     )
 
@@ -259,7 +259,7 @@ def _on_gpu(
         weight: Tensor, lines_are_summed: bool, packing: Any = None, first: int = 0
     ) -> None:
         of_lines = (weight, lines_are_summed, packing, first)
-        grouped_kernels.product(x, *of_lines, *place, out, choices, term, bias)
+        grouped_kernels.grouped_product(x, *of_lines, *place, out, choices, term, bias)
 
     if not isinstance(matrices, Packed):
         is_turned = matrices.stride(2) != 1
@@ -298,7 +298,7 @@ def _rows_of_experts(routing: Routing) -> Iterator[tuple[int, slice]]:
 def gradient_of_a(
     du: Tensor,
     x: Tensor,
-    adapter: Adapter,
+    adapter: ExpertAdapters,
     like: Tensor,
     routing: Routing,
     weights: Tensor | None = None,
@@ -317,7 +317,7 @@ def gradient_of_a(
 def gradient_of_b(
     xa: Tensor,
     dy: Tensor,
-    adapter: Adapter,
+    adapter: ExpertAdapters,
     like: Tensor,
     routing: Routing,
     weights: Tensor | None = None,

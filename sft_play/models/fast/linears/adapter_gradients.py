@@ -187,7 +187,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def launch(
+def launch_adapter_gradients(
     dy: Sequence[Tensor], b: Sequence[Tensor], xa: Tensor, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, list[Tensor]]:
     """Return dU (N, R) in the dtype of dy, and dB_i (out_i, r) in `dtype`.

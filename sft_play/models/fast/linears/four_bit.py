@@ -26,7 +26,7 @@ from bitsandbytes.nn import Params4bit
 from torch import Tensor
 
 from sft_play.models import mxfp4
-from sft_play.models.mxfp4 import MXFP4, Mxfp4State, is_turned, stored_shape
+from sft_play.models.mxfp4 import MXFP4, Mxfp4State, is_transposed, packed_shape
 from sft_play.models.triton_kernels import libdevice, program_number, tl, triton
 
 WORD_BYTES = 4  # the kernel reads 8 codes at once
@@ -35,14 +35,14 @@ UNPACKED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LINE_BLOCKS = (32, 64)  # weights per scale for kernels that read lines
 
 
-def unpack(weight: Params4bit) -> Tensor:
+def unpack_with_kernel(weight: Params4bit) -> Tensor:
     """Return an unpacked 4-bit weight, in its original shape and dtype."""
     state = weight.quant_state
-    if weight.is_cuda and has_kernel(weight, state):
-        stored = launch(weight, state)
-        return stored.transpose(1, 2) if is_turned(state) else stored
+    if weight.is_cuda and has_unpacking_kernel(weight, state):
+        stored = launch_unpacking(weight, state)
+        return stored.transpose(1, 2) if is_transposed(state) else stored
     if isinstance(state, Mxfp4State):
-        return mxfp4.unpack(weight, state)
+        return mxfp4.unpack_mxfp4(weight, state)
     return dequantize_4bit(weight.view(-1, 1), state)
 
 
@@ -54,7 +54,7 @@ class InLines(NamedTuple):
 
     def unpack(self, weight: Params4bit, experts: slice) -> Tensor:
         """Return the weights (experts, lines, features) of some experts, on a GPU."""
-        return launch(weight, weight.quant_state, experts)
+        return launch_unpacking(weight, weight.quant_state, experts)
 
     def read(self, weight: Params4bit) -> tuple[Tensor, tuple[Tensor, int, str]]:
         """Return codes (E, lines, features / 2) uint8, and (scales, weights per scale, type)."""
@@ -64,18 +64,18 @@ class InLines(NamedTuple):
         return codes, (unpack_scales(state), state.blocksize, state.quant_type)
 
 
-def lines_of(weight: Tensor) -> InLines | None:
+def block_lines(weight: Tensor) -> InLines | None:
     """Return the layout of packed 3-D weights; None for others, or if blocks span two lines."""
     state = getattr(weight, "quant_state", None)
     if state is None or len(state.shape) != 3 or state.blocksize not in LINE_BLOCKS:
         return None
-    shape = stored_shape(state)
-    if shape[-1] % state.blocksize or not has_kernel(weight, state):
+    shape = packed_shape(state)
+    if shape[-1] % state.blocksize or not has_unpacking_kernel(weight, state):
         return None
-    return InLines(shape, is_turned(state))
+    return InLines(shape, is_transposed(state))
 
 
-def has_kernel(packed: Tensor, state: QuantState | Mxfp4State) -> bool:
+def has_unpacking_kernel(packed: Tensor, state: QuantState | Mxfp4State) -> bool:
     """Return whether the kernel can unpack weights that are packed like this."""
     is_known = (
         state.quant_type in ("nf4", "fp4", "mxfp4")
@@ -242,12 +242,12 @@ def _scales_kernel(
     tl.store(scales + block, scale, inside)
 
 
-def launch(packed: Tensor, state: QuantState, experts: slice | None = None) -> Tensor:
-    """Return an unpacked weight in its stored shape; `has_kernel` must be true.
+def launch_unpacking(packed: Tensor, state: QuantState, experts: slice | None = None) -> Tensor:
+    """Return an unpacked weight in its stored shape; `has_unpacking_kernel` must be true.
 
     `experts` limits it to some experts, which must not share blocks with others.
     """
-    shape = stored_shape(state)
+    shape = packed_shape(state)
     past_blocks = 0
     if experts is not None:
         past_blocks = experts.start * (math.prod(shape[1:]) // state.blocksize)

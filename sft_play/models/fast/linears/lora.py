@@ -28,8 +28,8 @@ from torch.autograd.function import once_differentiable
 from sft_play.models.architecture import decoder_of
 from sft_play.models.delivered import DeliveredLinear
 from sft_play.models.fast.linears.products import (
-    Adapter,
     BoundLinears,
+    LinearAdapter,
     frozen_linear,
 )
 from sft_play.models.fast.setup import (
@@ -42,7 +42,7 @@ from sft_play.models.fast.setup import (
 )
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
-from sft_play.models.sharding import is_divided
+from sft_play.models.sharding import is_sharded
 from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -208,7 +208,7 @@ def bind_linears(modules: Sequence[nn.Module]) -> BoundLinears | None:
         for name in active_adapters(module) if isinstance(module, LoraLayer) else ():
             a, b, rank = module.lora_A[name].weight, module.lora_B[name].weight, module.r[name]
             columns = slice(end, end + rank)
-            adapter = Adapter(a, b, module.scaling[name], rank, number, columns)
+            adapter = LinearAdapter(a, b, module.scaling[name], rank, number, columns)
             number, end = number + 1, end + rank
         linears.append(frozen_linear(base, adapter))
     return BoundLinears(linears)
@@ -307,4 +307,4 @@ def copy_adapters_at_once(model: nn.Module, dtype: torch.dtype) -> None:
 
 def is_complete(module: nn.Module) -> bool:
     """Return whether no rank shards the weights of a module."""
-    return not (is_divided(module) or any(map(is_partitioned, module.parameters())))
+    return not (is_sharded(module) or any(map(is_partitioned, module.parameters())))

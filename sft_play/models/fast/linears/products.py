@@ -29,21 +29,21 @@ from torch.nn import functional
 from sft_play.models.delivered import DeliveredLinear
 from sft_play.models.fast.linears import adapter_gradients
 from sft_play.models.fast.linears.adapter_gradients import Factors
-from sft_play.models.fast.linears.four_bit import unpack
+from sft_play.models.fast.linears.four_bit import unpack_with_kernel
 from sft_play.models.float8.linear import Float8Linear
-from sft_play.models.float8.quantize import input_product, product, quantize
+from sft_play.models.float8.quantize import float8_product, input_product, quantize
 from sft_play.models.float8.rows import Quantized
-from sft_play.models.partitioned import gathered, is_partitioned
+from sft_play.models.partitioned import gathered_parameters, is_partitioned
 
 
 def dequantize(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a weight (out, in) in `dtype`; a 4-bit weight becomes a new, full-size tensor."""
     if getattr(weight, "quant_state", None) is None:
         return weight.to(dtype)
-    return unpack(weight).to(dtype)
+    return unpack_with_kernel(weight).to(dtype)
 
 
-class Adapter(NamedTuple):
+class LinearAdapter(NamedTuple):
     """The adapter of a linear, as it is trained."""
 
     a: Tensor  # (r, in)
@@ -66,7 +66,7 @@ class Inputs(NamedTuple):
 class FrozenLinear:
     """A linear without an adapter; its weight is plain or in 4 bits."""
 
-    def __init__(self, base: nn.Module, adapter: Adapter | None = None):
+    def __init__(self, base: nn.Module, adapter: LinearAdapter | None = None):
         self.weight, self.bias = base.weight, base.bias
         self.adapter = adapter
         self.full_weight = self.weight.to  # (dtype) -> (out, in)
@@ -74,7 +74,7 @@ class FrozenLinear:
             self.full_weight = partial(dequantize, self.weight)
         self.gathering: Callable[..., Any] = contextlib.nullcontext
         if is_partitioned(self.weight):
-            self.gathering = partial(gathered, [self.weight])
+            self.gathering = partial(gathered_parameters, [self.weight])
 
     def output(self, inputs: Inputs) -> Tensor:
         """Return y (N, out)."""
@@ -109,7 +109,7 @@ class AdaptedLinear(FrozenLinear):
 class RoundedLinear(AdaptedLinear):
     """A linear that rounds its input and its weight, including the adapter."""
 
-    def __init__(self, base: DeliveredLinear, adapter: Adapter | None = None):
+    def __init__(self, base: DeliveredLinear, adapter: LinearAdapter | None = None):
         super().__init__(base, adapter)
         factors = () if adapter is None else adapter[:3]
         self.full_weight = lambda dtype: base.rounded_weight(*factors).to(dtype)
@@ -123,13 +123,13 @@ class RoundedLinear(AdaptedLinear):
 class QuantizedLinear(AdaptedLinear):
     """A linear in float8."""
 
-    def __init__(self, base: Float8Linear, adapter: Adapter | None = None):
+    def __init__(self, base: Float8Linear, adapter: LinearAdapter | None = None):
         super().__init__(base, adapter)
         self.row_scales = base.weight_scale  # (out,) float32
 
     def output(self, inputs: Inputs) -> Tensor:
         """Return y (N, out)."""
-        y = product(inputs.in_float8, self.weight, self.row_scales, inputs.x.dtype)
+        y = float8_product(inputs.in_float8, self.weight, self.row_scales, inputs.x.dtype)
         if self.bias is not None:
             y.add_(self.bias.to(y.dtype))
         adapter = self.adapter
@@ -144,7 +144,7 @@ class QuantizedLinear(AdaptedLinear):
         return part if dx is None else dx.add_(part)
 
 
-def frozen_linear(base: nn.Module, adapter: Adapter | None) -> FrozenLinear:
+def frozen_linear(base: nn.Module, adapter: LinearAdapter | None) -> FrozenLinear:
     """Return a base layer and its adapter as the class for its form of weight."""
     if isinstance(base, DeliveredLinear):
         return RoundedLinear(base, adapter)
@@ -212,7 +212,7 @@ class BoundLinears:
         dy, b = [dy[place] for place in self.adapted], factors[1:]
         if self.are_equal and adapter_gradients.fit_one_pass(dy, b):
             scale, dtype = self.adapters[0].scale, self.parameters[0].dtype
-            return adapter_gradients.launch(dy, b, xa, scale, dtype)
+            return adapter_gradients.launch_adapter_gradients(dy, b, xa, scale, dtype)
         du = xa.new_empty(xa.shape)
         db = []
         for grad, each, adapter in zip(dy, b, self.adapters, strict=True):

@@ -8,7 +8,7 @@ An output head of V = 128,256 turns 8,192 tokens into 2 GiB of logits in bfloat1
 copies them to float32 and differentiates there: 10 GiB for one number. Here the head runs on one
 chunk of tokens at a time, and the chunk's logits are overwritten with their gradient. Tokens
 without a label (prompts and padding) are skipped. `nll_and_gradient_` contains the reference for
-CPUs; `launch` runs the kernel for GPUs.
+CPUs; `launch_cross_entropy` runs the kernel for GPUs.
 
 A model may use the output of its head unchanged, scaled or capped. To find out which, the code of
 its class runs on stubs, as in `recognize`; no weights are read.
@@ -211,7 +211,7 @@ def nll_and_gradient_(
     The logits are overwritten with the sum's gradient times `scale`.
     """
     if logits.is_cuda:
-        return launch(logits, targets, softcap, scale)
+        return launch_cross_entropy(logits, targets, softcap, scale)
     if triton_kernels.is_traced:
         return logits.new_empty(len(logits), dtype=torch.float32).sum()
     scores = logits.float()
@@ -279,7 +279,7 @@ def _rows(
         tl.store(logits + offsets, (gradient * scale).to(logits.dtype.element_ty), mask=inside)
 
 
-def launch(
+def launch_cross_entropy(
     logits: torch.Tensor, targets: torch.Tensor, softcap: float | None = None, scale: float = 1.0
 ) -> torch.Tensor:
     """Return the summed nll of logits (N, V), overwritten with its gradient times `scale`.

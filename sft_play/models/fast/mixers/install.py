@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from sft_play.data.documents import Documents
 from sft_play.models.fast.attention.install import scales_by_place
-from sft_play.models.fast.capture import LENGTHS, PACKED, Call, capture, preserving_state
+from sft_play.models.fast.capture import LENGTHS, PACKED, ForwardCall, capture, preserving_state
 from sft_play.models.fast.documents import (
     PackedDocuments,
     hide_arguments,
@@ -37,7 +37,7 @@ from sft_play.models.fast.norms.install import install_gated_norms
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.models.fast.trial import TOLERANCES, Forward, Result, Trial
 from sft_play.models.linear_attention import torch_code, uses_fla, why_no_fla
-from sft_play.progress import Stage, watched
+from sft_play.progress import Stage, watched_stage
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def leaks(trial: Trial) -> bool:
     return bool(later > MIN_LEAK * first)
 
 
-def with_other_first_document(call: Call) -> Call:
+def with_other_first_document(call: ForwardCall) -> ForwardCall:
     """Return a call with other hidden states for the first document."""
     hidden = hidden_states(call)
     changed = hidden.clone()
@@ -117,7 +117,7 @@ def with_other_first_document(call: Call) -> Call:
     return tree_map_only(Tensor, lambda value: changed if value is hidden else value, call)
 
 
-def hidden_states(call: Call, tokens: int = sum(LENGTHS)) -> Tensor | None:
+def hidden_states(call: ForwardCall, tokens: int = sum(LENGTHS)) -> Tensor | None:
     """Return the first argument that has features for each token of the row."""
     values = (*call.args, *call.kwargs.values())
     return next((value for value in values if is_hidden(value, tokens)), None)
@@ -147,7 +147,7 @@ def tune_kernels(trial: Trial, fast: Forward, packed: PackedDocuments) -> None:
             return
         call = tiled(trial.call)
         hidden = hidden_states(call, TUNED_TOKENS)
-        stage = watched(Stage(TITLE), trial.process.is_main)
+        stage = watched_stage(Stage(TITLE), trial.process.is_main)
         with stage, torch.enable_grad(), packed.showing(_documents(hidden.device)):
             hidden.requires_grad_()
             output = forward_packed(packed, fast, trial.module, *call.args, **call.kwargs)
@@ -155,7 +155,7 @@ def tune_kernels(trial: Trial, fast: Forward, packed: PackedDocuments) -> None:
             torch.autograd.grad(mixed.float().sum(), hidden)
 
 
-def tiled(call: Call) -> Call:
+def tiled(call: ForwardCall) -> ForwardCall:
     """Return a call with the tokens of its arguments repeated to TUNED_TOKENS."""
 
     def repeat(tensor: Tensor) -> Tensor:

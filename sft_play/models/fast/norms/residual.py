@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from sft_play.models import triton_kernels
 from sft_play.models.checkpointing import FORWARD_CHECKPOINTS
 from sft_play.models.fast.setup import Gradients, is_training
-from sft_play.models.partitioned import gathered, is_partitioned
+from sft_play.models.partitioned import gathered_parameters, is_partitioned
 from sft_play.models.triton_kernels import load_float32, program_number, tl, triton
 
 
@@ -179,12 +179,12 @@ class AddNormFunction(torch.autograd.Function):
     def backward(ctx, dy: Tensor, ds: Tensor) -> Gradients:
         """Return the gradient of x, and the same one for the residual."""
         s, weight, inverse_rms = ctx.saved_tensors
-        with gathered([weight]) if is_partitioned(weight) else contextlib.nullcontext():
+        with gathered_parameters([weight]) if is_partitioned(weight) else contextlib.nullcontext():
             dx = ctx.kernels.backward(dy, ds, s, weight, inverse_rms, ctx.kind)
         return dx, dx if ctx.has_residual else None, None, None
 
 
-class Reference:
+class ReferenceNorms:
     """The formulas in torch, for CPUs and tests. They round where transformers' norms round."""
 
     @staticmethod
@@ -302,7 +302,7 @@ def _sizes(x: Tensor) -> tuple[int, int, int]:
     return features, block, min(32, max(1, block // FEATURES_PER_WARP))
 
 
-class Launched:
+class TritonNorms:
     """The Triton kernels, one program per token."""
 
     @staticmethod
@@ -347,5 +347,5 @@ class Launched:
 def _kernels(x: Tensor) -> Any:
     """Return the implementation for the device of x: the Triton kernels or the reference."""
     if x.is_cuda:
-        return Launched
-    return Allocated if triton_kernels.is_traced else Reference
+        return TritonNorms
+    return Allocated if triton_kernels.is_traced else ReferenceNorms
