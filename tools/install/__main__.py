@@ -260,20 +260,21 @@ def run_logged(title: str, command: list[str]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1)
         while process.poll() is None:
-            print(f"{title}: {time.monotonic() - started:.0f} s, {last_lines(log, 1)}", flush=True)
+            print(f"{title}: {time.monotonic() - started:.0f} s, {doing(log)}", flush=True)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(EVERY_SECONDS)
     if process.returncode != 0:
-        print(last_lines(log, LINES_SHOWN), flush=True)
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        print("\n".join(lines[-LINES_SHOWN:]), flush=True)
         raise SystemExit(f"see what the lines above and {log} say, then type make install again")
     print(f"{title}: done in {time.monotonic() - started:.0f} s", flush=True)
 
 
-def last_lines(log: Path, count: int) -> str:
-    """Return the last lines of a log; one line is cut to a terminal's width."""
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    shown = [line for line in lines if line.strip()][-count:]
-    return shown[0].strip()[:80] if count == 1 and shown else "\n".join(shown)
+def doing(log: Path) -> str:
+    """Return what an installer was doing by its log, cut to a terminal's width."""
+    text = log.read_text(encoding="utf-8", errors="replace")
+    done = re.findall(r"(?m)^ *((?:Collecting|Downloading|Processing|Building|Installing).*)", text)
+    return done[-1][:80] if done else "starting"
 
 
 def install_commands(
