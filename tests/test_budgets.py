@@ -19,6 +19,7 @@ import pytest
 import torch
 from families import family
 from peft import LoraConfig, get_peft_model
+from plan_examples import plan_for
 from record_files import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,6 +56,9 @@ FUNCTIONS = 3_970
 CALLS = 610
 CALLED_FUNCTIONS = 60
 CALLED_FILES = 15
+# functions of ours that a plan of a known model runs, and calls
+PLANNED_FUNCTIONS = 340
+PLANNED_CALLS = 8_000
 # functions of ours that run for a row, and calls a row
 CALLS_OF_ROWS = {"gsm8k": (40, 50), "desk": (43, 67), "with tools": (78, 149)}
 SKIPPED = {
@@ -155,6 +159,13 @@ def test_a_micro_batch_runs_little_python(model: torch.nn.Module) -> None:
     assert sum(calls.values()) <= CALLS
     assert len(calls) <= CALLED_FUNCTIONS
     assert len({file for file, _ in calls}) <= CALLED_FILES
+
+
+def test_a_plan_walks_few_functions() -> None:
+    with counting_calls() as calls:
+        plan_for("8xH100", "model.name=Qwen/Qwen3-30B-A3B")
+    assert len(calls) <= PLANNED_FUNCTIONS
+    assert calls.total() <= PLANNED_CALLS
 
 
 CALL = {"function": {"name": "find", "arguments": {"name": "rose"}}}
