@@ -87,10 +87,10 @@ def changes_by_kernel(model: nn.Module) -> dict[str, list[Change]]:
             (lora.AdapterCopies, "__call__", lambda *_: None),
             *((group.bind(), "copies", ()) for group in lora.groups_of(model) if group.bind()),
         ],
-        "4-bit unpack": [(linear_products, "unpack", unpack)],
+        "4-bit unpack": [(linear_products, "unpack_with_kernel", unpack)],
         "4-bit unpack, experts": [
-            (expert_products, "lines_of", lambda _: None),
-            (linear_products, "unpack", unpack),
+            (expert_products, "block_lines", lambda _: None),
+            (linear_products, "unpack_with_kernel", unpack),
         ],
         "tiles of 4-bit experts": [(expert_products, "unpacks_tiles", lambda *_: False)],
         "4-bit experts at a time": [(expert_products, "unpacks_tiles", lambda *_: True)],

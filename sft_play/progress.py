@@ -268,7 +268,7 @@ class Pace:
 def short_number(number: float) -> str:
     """Return a number with three digits or so.
 
-    >>> in_short(0.5), in_short(96), in_short(2904.6), in_short(12345), in_short(2_500_000_000)
+    >>> short_number(0.5), short_number(96), short_number(2904.6), short_number(12345), short_number(2_500_000_000)
     ('0.5', '96', '2905', '12.3k', '2.5G')
     """
     if number >= 1e9:

@@ -48,7 +48,7 @@ def typed(settings_of, tmp_path):
         )
         overrides = tuple(f"{name}={value}" for name, value in settings.items())
         environ = {"DEVICE": "cpu", "RUN": "run", "CONFIG": str(NO_CONFIG), **variables}
-        call = calls.Call(calls.invocations.read(environ), environ, (*overrides, *words))
+        call = calls.Call(calls.invocations.read_invocation(environ), environ, (*overrides, *words))
         begin = resumption(call)
         if begin.finished is not None:
             return begin.finished
@@ -154,7 +154,7 @@ def test_a_path_is_where_a_new_run_goes_on_from(finished, tmp_path):
 
 def named(output_dir: Path, **variables: str) -> calls.Call:
     environ = {"TRAIN_OUTPUT_DIR": str(output_dir), **variables}
-    return calls.Call(calls.invocations.read(environ), environ, ())
+    return calls.Call(calls.invocations.read_invocation(environ), environ, ())
 
 
 def test_two_answers_and_auto_without_a_name_are_refused(tmp_path):

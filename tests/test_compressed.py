@@ -67,7 +67,7 @@ def test_the_kernel_rounds_to_the_same_bits(kernels, kind) -> None:
     # float16: the interpreter rounds to bfloat16 towards zero, which is left to a GPU
     given = weight(torch.float16)
     group = rounding(kind).scheme.weights.group_size or given.shape[1]
-    assert kernels.rounded(given, kind, group).equal(rounding(kind).weight(given))
+    assert kernels.rounded_groups(given, kind, group).equal(rounding(kind).weight(given))
 
 
 def test_inputs_are_rounded_a_token_at_a_time(kernels) -> None:
@@ -75,5 +75,5 @@ def test_inputs_are_rounded_a_token_at_a_time(kernels) -> None:
     rounded = rounding("fp8").inputs(x)
     assert rounded.shape == x.shape and not rounded.equal(x)
     assert rounded[0, 3:4].equal(rounding("fp8").inputs(x[0, 3:4]))  # other tokens change nothing
-    assert kernels.rounded(x, "fp8", 256).equal(rounded)
+    assert kernels.rounded_groups(x, "fp8", 256).equal(rounded)
     assert rounding("int4").inputs(x) is x and rounding("nvfp4").inputs(x) is x

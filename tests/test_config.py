@@ -299,7 +299,7 @@ def test_the_config_room_loads_no_torch():
     code = (
         "import sys, sft_play.config.present, sft_play.config.reference, "
         "sft_play.config.deepspeed as d, sft_play.config.loader as l;"
-        "l.load('tiny', l.environment()); d.read('configs/deepspeed_zero3.json');"
+        "l.load_merged('tiny', l.environment()); d.read_deepspeed_json('configs/deepspeed_zero3.json');"
         "print([name for name in ('torch', 'transformers', 'deepspeed', 'accelerate', 'numpy') if "
         "name in sys.modules])"
     )

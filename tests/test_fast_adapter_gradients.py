@@ -62,7 +62,7 @@ LONG = [long(*case) for case in itertools.product(ROWS, OUTS, RANKS) if case not
 def test_one_pass_gives_both_gradients(kernels, rows, outs, rank):
     dy, b, xa = operands(rows, outs, rank, gap=rank)
     before = [grad.clone() for grad in dy]
-    du, db = kernels.launch(dy, b, xa, SCALE, torch.float64)
+    du, db = kernels.launch_adapter_gradients(dy, b, xa, SCALE, torch.float64)
     db = torch.cat(db)
     assert db.dtype == torch.float64
     wanted_du, wanted_db = expected(dy, b, xa)
@@ -74,7 +74,7 @@ def test_one_pass_gives_both_gradients(kernels, rows, outs, rank):
 def test_one_number_that_is_not_finite_shows(kernels):
     dy, b, xa = operands(40, (64, 32), 16)
     dy[1][39, 31] = torch.nan
-    du, db = kernels.launch(dy, b, xa, SCALE, torch.float32)
+    du, db = kernels.launch_adapter_gradients(dy, b, xa, SCALE, torch.float32)
     db = torch.cat(db)
     assert du[39, 16:].isnan().all() and not du[:39].isnan().any() and not du[:, :16].isnan().any()
     assert db[-1].isnan().all() and not db[:-1].isnan().any()
@@ -134,7 +134,9 @@ def test_both_ways_agree_where_some_linears_have_no_adapter(kernels, without, mo
     found = []
     for is_one_pass in (False, True):
         monkeypatch.setattr(adapter_gradients, "fit_one_pass", lambda *_, is_so=is_one_pass: is_so)
-        monkeypatch.setattr(adapter_gradients, "launch_adapter_gradients", kernels.launch)
+        monkeypatch.setattr(
+            adapter_gradients, "launch_adapter_gradients", kernels.launch_adapter_gradients
+        )
         found.append(bound(adapters).rank_and_output_gradients(dy, xa, factors))
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-4)
     assert len(found[1][1]) == 3 - len(without)

@@ -74,7 +74,7 @@ def test_a_grouped_product_is_that_of_each_expert(kernels, kind, summed, feature
         wanted = products.rows_times(x, matrices, by_expert, *added, of_tokens)
         lines = matrices if lines_are_summed else matrices.transpose(1, 2)
         found = torch.full((len(by_expert.order), features), torch.nan, dtype=torch.half)
-        kernels.product(
+        kernels.grouped_product(
             *(x, lines, lines_are_summed, None, 0, *place_of(by_expert), found),
             *(CHOICES if of_tokens else None, *added),
         )
@@ -137,15 +137,15 @@ def compare_packed(kernels: ModuleType, linear: products.ExpertLinear) -> None:
         codes = linear.weight.detach().view(experts, lines, features // 2)
         packing = (scales, state.blocksize, state.quant_type)
         out = torch.full(wanted.shape, torch.nan, dtype=torch.half)
-        kernels.product(
+        kernels.grouped_product(
             *(x, codes, not matrices.is_transposed, packing, 0, *place_of(by_expert), out, CHOICES)
         )
         assert relative(out, wanted) < EXACT
         out = torch.full(wanted.shape, torch.nan, dtype=torch.half)
         for first in (0, 2, 4):  # of two experts, and of the one that is left
             own = slice(first, min(first + 2, EXPERTS))
-            some = unpacking.launch(linear.weight, state, own)
-            kernels.product(
+            some = unpacking.launch_unpacking(linear.weight, state, own)
+            kernels.grouped_product(
                 *(x, some, not matrices.is_transposed, None, first, *place_of(by_expert), out),
                 CHOICES,
             )

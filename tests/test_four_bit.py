@@ -98,20 +98,20 @@ def test_the_kernel_unpacks_to_the_bits_of_its_formula(
 ):
     packed, state = packed_weight(shape, quant_type, is_nested, dtype=dtype)
     assert four_bit.has_unpacking_kernel(packed, state)
-    assert_same_bits(kernels.launch(packed, state), formula(packed, state))
+    assert_same_bits(kernels.launch_unpacking(packed, state), formula(packed, state))
 
 
 @pytest.mark.parametrize("quant_type, is_nested", KINDS)
 def test_the_kernel_unpacks_to_the_numbers_of_bitsandbytes(kernels, quant_type, is_nested):
     packed, state = packed_weight((64, 128), quant_type, is_nested)
     expected = dequantize_4bit(packed, state)  # on a CPU no zero of fp4 is negative
-    assert torch.equal(kernels.launch(packed, state), expected)
+    assert torch.equal(kernels.launch_unpacking(packed, state), expected)
 
 
 @pytest.mark.parametrize("blocksize", four_bit.BLOCK_SIZES)
 def test_the_kernel_knows_every_size_of_a_block(kernels, blocksize):
     packed, state = packed_weight((9, 1000), blocksize=blocksize)
-    assert_same_bits(kernels.launch(packed, state), formula(packed, state))
+    assert_same_bits(kernels.launch_unpacking(packed, state), formula(packed, state))
 
 
 def test_nothing_is_written_behind_a_weight(kernels, monkeypatch):
@@ -124,7 +124,7 @@ def test_nothing_is_written_behind_a_weight(kernels, monkeypatch):
 
     monkeypatch.setattr(kernels, "torch", SimpleNamespace(empty=empty, int32=torch.int32))
     monkeypatch.setattr(kernels, "TILE", 64)
-    assert_same_bits(kernels.launch(packed, state), formula(packed, state))
+    assert_same_bits(kernels.launch_unpacking(packed, state), formula(packed, state))
     assert (memory[size:] == 7).all()
 
 
@@ -132,20 +132,20 @@ def test_nothing_is_written_behind_a_weight(kernels, monkeypatch):
 def test_bytes_may_be_stored_as_numbers(kernels, storage):
     packed, state = packed_weight((64, 128), storage=storage)
     assert four_bit.has_unpacking_kernel(packed, state)
-    assert_same_bits(kernels.launch(packed, state), formula(packed, state))
+    assert_same_bits(kernels.launch_unpacking(packed, state), formula(packed, state))
 
 
 def test_scales_may_be_views_of_a_larger_tensor(kernels):
     packed, state = packed_weight((64, 128))
     state.absmax = torch.cat((state.absmax[:3], state.absmax))[3:]
-    assert_same_bits(kernels.launch(packed, state), formula(packed, state))
+    assert_same_bits(kernels.launch_unpacking(packed, state), formula(packed, state))
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_what_is_too_small_or_not_finite_is_what_a_gpu_makes_of_it(kernels, quant_type):
     packed, state = packed_weight((8, 64), quant_type, is_nested=False)
     state.absmax[:6] = torch.tensor([0.0, 1e-38, 1e-36, -2e-38, 3e38, float("inf")])
-    found, expected = kernels.launch(packed, state), formula(packed, state)
+    found, expected = kernels.launch_unpacking(packed, state), formula(packed, state)
     assert torch.equal(found.isnan(), expected.isnan())
     assert_same_bits(found.nan_to_num(0.5), expected.nan_to_num(0.5))
     assert (found[1] == 0).sum() > (packed[32:64] == 0x77).sum()

@@ -289,7 +289,8 @@ def test_every_target_can_be_made_and_names_commands_that_exist(sft_play):
     assert done.returncode == 0, done.stderr
     called = set(re.findall(r"-m sft_play ([a-z-]+)", done.stdout))
     commands = set(re.findall(r"^\s+│?\s*([a-z-]+)  ", sft_play("--help").stdout, re.MULTILINE))
-    assert called <= commands, sorted(called - commands)
+    hidden = {"check-variables"}
+    assert called <= commands | hidden, sorted(called - commands)
 
 
 def test_a_recipe_never_names_a_value_of_the_user():

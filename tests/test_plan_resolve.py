@@ -144,7 +144,12 @@ def test_a_resolved_config_holds_numbers_and_absolute_paths():
     # the tokenized rows for the longest answer, and what was saved for whether it is opened again
     unresolved = {name for name, value in settings.items() if value == "auto"}
     expected = {"router_aux_loss_coef", "fast_path", "generation_max_new_tokens", "reopen_saved"}
-    expected |= {"too_long", "format", "dataloader_num_workers"}  # by the kind of each row
+    expected |= {
+        "too_long",
+        "format",
+        "dataloader_num_workers",
+        "logging_steps",
+    }  # by the kind of each row
     assert unresolved == expected
     data = config.data
     for path in (data.train_path, data.val_path, data.test_path):

@@ -128,7 +128,7 @@ WITH_LLAMA_CPP = ("make export RUN=name FORMAT=gguf QUANT=Q4_K_M",)
 # The commands of TRIED that no test runs, by the reason
 NOT_RUN = {
     "installs, from the network": (
-        "git clone https://... sft-play && cd sft-play",
+        "git clone <address of this repository> sft-play && cd sft-play",
         "make install",
         "make install TORCH=cpu",
         "make install TRANSFORMERS=newest",

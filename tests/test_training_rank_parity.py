@@ -48,14 +48,14 @@ def save_last_state(folder: Path) -> None:
         steps.append([row for batch in batches for row in rows_with_loss(batch)])
         return batches
 
-    def save(recorder, trainer, stopped):
+    def save(context, recorder, trainer, stopped):
         parameters = {
             name: value.detach() for name, value in trainer.engine.model.named_parameters()
         }
         optimizer = list(trainer.engine.optimizer.state.values())
         state = {"parameters": parameters, "optimizer": optimizer, "steps": steps}
         torch.save(state, folder / f"state-{torch.distributed.get_rank()}.pt")
-        finish(recorder, trainer, stopped)
+        finish(context, recorder, trainer, stopped)
 
     worker.finish = save
     TrainingLoop.fetch = note_rows

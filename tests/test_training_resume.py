@@ -203,7 +203,7 @@ def test_the_worker_refuses_rows_that_changed_since(whole, resumed, run_worker, 
 def typed(resume_from: Path, *words: str, **variables: str) -> RunFolder:
     """Prepare a run as `make train` with these variables does, up to its launch."""
     environ = {"DEVICE": "cpu", "TRAIN_RESUME_FROM": str(resume_from), **variables}
-    call = calls.Call(calls.invocations.read(environ), environ, words)
+    call = calls.Call(calls.invocations.read_invocation(environ), environ, words)
     return training.prepare_run(call, distributed=False, use_deepspeed=False)[0]
 
 
@@ -358,7 +358,7 @@ def planned_call(settings_of, tmp_path: Path, checkpoint: Path) -> calls.Call:
         f"{name}={'null' if value is None else value}" for name, value in settings.items()
     )
     return calls.Call(
-        calls.invocations.read({"DEVICE": "cpu", "CONFIG": str(NO_CONFIG)}), {}, words
+        calls.invocations.read_invocation({"DEVICE": "cpu", "CONFIG": str(NO_CONFIG)}), {}, words
     )
 
 

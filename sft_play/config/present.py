@@ -57,7 +57,7 @@ class SettingLine:
 def commented_yaml(header: Sequence[str], lines: Sequence[SettingLine]) -> str:
     """Return the text of a config; the settings of a section stand together.
 
-    >>> print(commented_yaml(["a header"], [Line("train.epochs", 3, "few rows")]), end="")
+    >>> print(commented_yaml(["a header"], [SettingLine("train.epochs", 3, "few rows")]), end="")
     # a header
     <BLANKLINE>
     train:

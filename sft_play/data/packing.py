@@ -27,7 +27,7 @@ def pack_documents(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     has space for it. This needs at most 11/9 of the optimal number of sequences, plus one (Johnson
     et al. 1974). Equal lengths keep their order. Raises ConfigError for a length over the capacity.
 
-    >>> pack([5, 3, 8, 2, 4], 8)
+    >>> pack_documents([5, 3, 8, 2, 4], 8)
     [[2], [0, 1], [4, 3]]
     """
     sequences: list[list[int]] = []

@@ -126,7 +126,7 @@ def _serve(reading: int) -> NoReturn:
             os.dup2(descriptor, 2)
             for name in filter(is_of_launcher, list(os.environ)):
                 del os.environ[name]
-            runpy.run_path(str(SCRIPT))["answer"](asked, answered)
+            runpy.run_path(str(SCRIPT))["answer_request"](asked, answered)
         code = 0
     finally:
         if code:

@@ -186,7 +186,7 @@ ROWS = (
         "SIGKILL of make while its run trains",
         make_killed,
         ExitClass.STOPPED,
-        ("stopped on request at step", "TRAIN_RESUME_FROM="),
+        ("stopped on request at step", "continue with "),
         Guard("sft_play.stops:end_with_make", nothing),
         15,
         loses=0,

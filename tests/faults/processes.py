@@ -235,7 +235,7 @@ def announce_nothing(*_: Any) -> None:
     """Let the other ranks wait for one that fails."""
 
 
-TO_GO_ON = ("stopped on request at step", "TRAIN_RESUME_FROM=")
+TO_GO_ON = ("stopped on request at step", "continue with ")
 AGREED = Guard("sft_play.training.stop:StopOnSignal._agreed", never)
 
 

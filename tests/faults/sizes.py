@@ -81,7 +81,7 @@ def tokenized(
     bench: Bench,
     rows: list[dict],
     meanwhile: Callable[[Path], object] = nothing,
-    moment: str = "count_processes",
+    moment: str = "count_tokenizing_processes",
 ) -> Outcome:
     """Tokenize rows; something is done to their file when a function of `tokenize` is called."""
     path = bench.folder / "rows.jsonl"
@@ -244,7 +244,7 @@ ROWS = (
     of_data(
         "size-changed-file",
         "a data file is edited while it is tokenized",
-        changed(edit, "count_processes"),
+        changed(edit, "count_tokenizing_processes"),
         Guard("sft_play.data.sources:Source.refuse_change", nothing),
         "rows.jsonl: written to while it was tokenized",
         "start again",
