@@ -268,8 +268,8 @@ class Pace:
 def short_number(number: float) -> str:
     """Return a number with three digits or so.
 
-    >>> short_number(0.5), short_number(96), short_number(2904.6), short_number(12345), short_number(2_500_000_000)
-    ('0.5', '96', '2905', '12.3k', '2.5G')
+    >>> [short_number(each) for each in (0.5, 96, 2904.6, 12345, 2_500_000_000)]
+    ['0.5', '96', '2905', '12.3k', '2.5G']
     """
     if number >= 1e9:
         return f"{number / 1e9:.1f}G"
