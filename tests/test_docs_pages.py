@@ -112,7 +112,9 @@ def test_the_site_builds_without_a_warning(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "path", [ROOT / "README.md", DOCS / "several-gpus.md"], ids=lambda p: p.name
+    "path",
+    [ROOT / "README.md", DOCS / "several-gpus.md", DOCS / "adapters.md"],
+    ids=lambda p: p.name,
 )
 def test_a_speed_in_a_table_is_one_of_the_tables_that_benchmarks_print(path):
     names = ("speed-h200", "scaling-h200", "scaling-h100")

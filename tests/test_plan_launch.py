@@ -183,7 +183,8 @@ LEFT = {"CUDA_VISIBLE_DEVICES": "0", "ACCELERATE_USE_CPU": "false", "DS_ACCELERA
         ("ddp", "cuda", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {ALLOCATOR: None}),
         ("ddp", "cuda", {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": None}),
         (
-            "ddp", "cpu", {"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": None},
+            "ddp", "cpu", {"OMP_WAIT_POLICY": "ACTIVE"},
+            {"OMP_WAIT_POLICY": None, "GOMP_SPINCOUNT": None},
         ),
         (
             "ddp", "cpu", LEFT,

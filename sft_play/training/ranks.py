@@ -44,6 +44,7 @@ WATCH_KEY = "sft_play/watch"
 TICK_SECONDS = 1.0
 GONE_SECONDS = 4.0  # in which the failure broadcast reports a rank that failed
 SLOW_STEPS = 20.0  # a step that takes more than so many times the slowest one is considered hung
+SLOW_LINE = 2  # times the slowest step, from which on a line says how long it lasts
 SHOW_STACKS = signal.SIGUSR2  # a rank that gets it writes the stack of each of its threads
 
 
@@ -213,7 +214,8 @@ class RankWatch(TrainerCallback):
                 self._silent[peer.rank] += TICK_SECONDS
                 self._gone[peer.rank] += TICK_SECONDS if peer.is_gone() else 0.0
             self._in_step += TICK_SECONDS
-            if self._is_in_step and self._in_step % EVERY_SECONDS == 0:
+            is_slow = self._is_in_step and self._in_step > SLOW_LINE * self._slowest_step
+            if is_slow and self._in_step % EVERY_SECONDS == 0:
                 logger.info("no micro-batch has ended for %.0f s", self._in_step)
             cause = self._cause()
             if cause is not None and not self._closed.is_set():
