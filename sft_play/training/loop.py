@@ -82,6 +82,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         # the types as loaded: DeepSpeed casts the trained weights
         self.stamp = replace(self.stamp, dtypes=dtypes_of(self.engine.model))
+        self.logs_often = self.engine.config.train.logging_steps == "auto"
         self.process = self.engine.process
         self.memory = self.step_log.memory
         self.speed = self.step_log.evaluations
@@ -164,7 +165,7 @@ class TrainingLoop:
             self.loss_watch.replay(state.log_history)
         # a resumed state has the logging and saving intervals of the run that wrote it; use ours
         state.compute_steps(args, steps)
-        if self.engine.config.train.logging_steps == "auto":
+        if self.logs_often:
             state.logging_steps = min(state.logging_steps, max(1, steps // LEAST_LOGS))
         state.max_steps = steps
         state.num_train_epochs = math.ceil(steps / self.steps_per_epoch)
@@ -248,7 +249,8 @@ class TrainingLoop:
         state.global_step = step
         state.epoch = epochs
         self.events.call("on_step_end")
-        if step in (1, state.max_steps):
+        logs_first = self.logs_often or state.max_steps < state.logging_steps
+        if step == state.max_steps or (step == 1 and logs_first):
             self.control.should_log = True
         if not self.stop_if_diverged() and self.control.should_log:
             self.log_steps(norm, rate)
