@@ -289,7 +289,6 @@ class TrainingLoop:
 
         See `StepGuard.flush` for `keeps_last`.
 
-
         Raises: DivergedError, on every rank, unless the best weights are published instead.
         """
         try:
