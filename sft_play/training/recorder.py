@@ -81,9 +81,8 @@ class RunRecorder:
         self.exit_class = ExitClass.UNEXPECTED
         # sends an error to the other ranks, and ends the process
         self.announce: Callable[[ExitClass, str], object] | None = None
-        self.await_follow: Callable[[], object] = (
-            no_wait  # waits for the thread that ends this rank
-        )
+        # waits for the thread that ends this rank
+        self.await_follow: Callable[[], object] = no_wait
         self.gone: list[int] = []  # ranks of this machine that had ended when a signal arrived
         self.find_gone: Callable[[], list[int]] = no_rank_gone  # from the watch over other ranks
         self.explain_out_of_memory: Explain | None = None
