@@ -68,6 +68,7 @@ class EvalSpeedCallback(TrainerCallback):
             self._began = time.perf_counter()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Log how much of the training time the evaluations needed."""
         if self.process.is_main and self._evaluations:
             count, seconds = self._evaluations, self._trained_seconds
             share = seconds / max(time.perf_counter() - self._began, 1e-9)

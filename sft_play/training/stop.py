@@ -125,6 +125,7 @@ class StopOnSignal(TrainerCallback):
         return "by train.stop_after" if self.is_paused else None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End training with a checkpoint if a rank got a signal, or by train.stop_after."""
         last_step = self.last_step_of(state.max_steps)
         self.is_paused = last_step <= state.global_step < state.max_steps
         if self.is_paused or self._agreed():
