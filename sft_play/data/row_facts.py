@@ -214,7 +214,7 @@ def _count_characters(drawn: list[ChunkTask], config: Config) -> list[int]:
     return lengths
 
 
-def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], dict[str, float], bool]:
+def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], Tally, bool]:
     """Return the tokens of samples, the counts of their rows, and whether these name files.
 
     Raises: DataError, EnvironmentFault.
