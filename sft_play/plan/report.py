@@ -14,12 +14,7 @@ from sft_play.plan.ranks import DTYPE_NAMES, RESERVE, config_precision
 from sft_play.plan.recipe import format_count, model_summary
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.weight_offloading import describe_host
-from sft_play.plan.workload import (
-    Workload,
-    describe_float8,
-    describe_run,
-    describe_speed,
-)
+from sft_play.plan.workload import Workload, describe_float8, describe_run, describe_speed
 
 LINE_WIDTH = 110
 LABEL_WIDTH = 14  # of a line's first column, the label
