@@ -52,18 +52,17 @@ class Stage:
     def line(self) -> str:
         """Return `generating answers: 96/128 rows, 3.2 rows/s, 10 s left`."""
         seconds = self.clock() - self.started_at
+        # rows of a compressed file are still read after all of its bytes
+        has_rate = self.total is not None and self.done not in (self._done_before, self.total)
         parts = []
         if self.total is not None:
             parts.append(f"{short_number(self.done)}/{short_number(self.total)} {self.unit}")
-        if self.total is None or self.done in (
-            self._done_before,
-            self.total,
-        ):  # of a compressed file rows continue
-            parts.append(f"{duration(seconds)} so far")
-        else:
+        if has_rate:
             rate = (self.done - self._done_before) / max(seconds, 1e-9)
             parts.append(f"{short_number(rate)} {self.unit}/s")
             parts.append(f"{duration((self.total - self.done) / rate)} left")
+        else:
+            parts.append(f"{duration(seconds)} so far")
         if self.measure is not None:
             parts.append(self.measure())
         return f"{self.title}: {', '.join(parts)}"
@@ -213,13 +212,13 @@ def watched_stage(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
     ended = threading.Event()
 
     def speak() -> None:
-        quiet = EVERY_SECONDS
+        quiet = _seconds_to_first_line()
         while not ended.wait(quiet):
             quiet = _said_at + EVERY_SECONDS - time.monotonic()
-            if quiet <= 0:
+            if quiet <= 0 and _open_stages and _open_stages[-1] is stage:
+                say(stage.line())
                 quiet = EVERY_SECONDS
-                if _open_stages and _open_stages[-1] is stage:
-                    say(stage.line())
+            quiet = max(quiet, EVERY_SECONDS / 8)  # a stage inside this one may end any time
 
     speaker = threading.Thread(target=speak, name=f"progress of {stage.title}", daemon=True)
     _open_stages.append(stage)
@@ -231,6 +230,14 @@ def watched_stage(stage: Stage, is_shown: bool = True) -> Iterator[Stage]:
         _open_stages.remove(stage)
         ended.set()
         speaker.join()
+
+
+def _seconds_to_first_line() -> float:
+    """Return how long a new stage is silent: EVERY_SECONDS since the last line, if there is one."""
+    since_last_line = time.monotonic() - _said_at
+    if since_last_line > 2 * EVERY_SECONDS:  # nothing has been said yet, or stages were short
+        return EVERY_SECONDS
+    return max(EVERY_SECONDS - since_last_line, EVERY_SECONDS / 8)
 
 
 @contextlib.contextmanager

@@ -95,7 +95,7 @@ def test_a_run_has_its_rank_before_its_rows(settings_of, tmp_path) -> None:
     assert parts["imports"]["start"] < parts["rows are tokenized"]["end"]
     assert parts["config and plan"]["start"] <= min(span["start"] for span in parts.values())
     (check,) = [check for check in report["checks"] if check["name"] == REOPENED]
-    assert check["passed"] and "reopened by plain transformers" in parts
+    assert check["passed"] and "opening the saved weights with plain transformers" in parts
     (line,) = [line for line in said.splitlines() if "adapter eval_loss=" in line]
     assert line.endswith("on 6 rows top-1 agreement=1.000 KL=0.0e+00 (at most 1e-06) stops=6/6")
     loss = report["metrics"]["after"]["eval_loss"]

@@ -68,6 +68,12 @@ def test_a_stage_inside_another_speaks_in_its_place(monkeypatch, caplog):
     assert outer == {"loading: 0 s so far"}
 
 
+@pytest.mark.parametrize(("since", "waits"), [(1, 7), (6, 2), (7.9, 1), (12, 1), (17, 8)])
+def test_a_new_stage_waits_for_what_is_left_of_eight_seconds(monkeypatch, since, waits):
+    monkeypatch.setattr(progress, "_said_at", time.monotonic() - since)
+    assert progress._seconds_to_first_line() == pytest.approx(waits, abs=0.1)
+
+
 def test_a_short_stage_says_nothing_and_a_long_one_every_eight_seconds(caplog):
     caplog.set_level(logging.INFO, progress.logger.name)
     clock = Clock()

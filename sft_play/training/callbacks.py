@@ -84,8 +84,8 @@ class EvalSpeedCallback(TrainerCallback):
 class Progress(TrainerCallback):
     """Says one line for each log, and how far training is; on a terminal, a bar shows it, too.
 
-    Only the main rank does. From the first step until `close`, no EVERY_SECONDS pass without a
-    line.
+    Only the main rank does. From the first step until `close`, lines are at most some EVERY_SECONDS
+    apart.
     """
 
     def __init__(self, process: Process):

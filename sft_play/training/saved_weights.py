@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sft_play import timeline
 from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.reference import Reference, make_reference
 from sft_play.evaluation.reopened import folder_of_run, reopen
@@ -31,6 +30,7 @@ from sft_play.models.parameters import count_parameters
 from sft_play.models.positions import write_rope_beside_adapter
 from sft_play.models.sharding import local_shard
 from sft_play.plan.devices import host_memory
+from sft_play.progress import Stage, watched_stage
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import read_json, write_text
@@ -149,7 +149,7 @@ def reopen_saved(
         recorder.note_check(Check(REOPENED, passed=None, found=f"not reopened: {reason}"))
         return
     with recorder.check(REOPENED):
-        with timeline.span("reopened by plain transformers"):
+        with watched_stage(Stage("opening the saved weights with plain transformers")):
             process = context.process
             saved = folder_of_run(weights, context.config, process.compute_dtype, process.device)
             found = reopen(saved, reference)
