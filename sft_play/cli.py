@@ -53,9 +53,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Supervised fine-tuning, from a YAML file to a checked adapter. Settings are words after "
-    "a command, such as MODEL_NAME=Qwen/Qwen2.5-0.5B DATA_TRAIN_PATH=rows.jsonl, or variables of "
-    "the environment; `sft-play config` lists them.",
+    help=(targets.shown or str)(
+        "Supervised fine-tuning, from a YAML file to a checked adapter. Settings are words after "
+        "a command, such as MODEL_NAME=Qwen/Qwen2.5-0.5B DATA_TRAIN_PATH=rows.jsonl, or variables "
+        "of the environment; `make config` lists them."
+    ),
 )
 
 
@@ -323,7 +325,8 @@ def main(words: Sequence[str] | None = None, launched: Launched | None = None) -
     guard_output(targets.shown)
     log_to_stderr()
     with _errors_as_messages():
-        app(words, prog_name="sft-play", obj=launched)
+        name = "sft-play" if targets.shown else "python -m sft_play"
+        app(words, prog_name=name, obj=launched)
 
 
 def main_of_process() -> None:
