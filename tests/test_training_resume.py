@@ -287,10 +287,23 @@ def test_another_effective_batch_is_refused(whole):
         typed(whole.path, TRAIN_GRAD_ACCUM="4", TRAIN_EFFECTIVE_BATCH_SIZE="8")
 
 
-def test_rows_that_changed_since_are_refused_before_the_launch(whole, other_rows):
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_rows_that_changed_since_are_refused_before_the_launch_and_the_remedy_works(
+    whole, other_rows, train_run, tmp_path, is_finished
+):
+    run = whole.path
+    if not is_finished:
+        run = shutil.copytree(run, tmp_path / "killed")
+        shutil.rmtree(run / "adapter")
     named = r"its run had other rows[^\n]*\n  data.train_path: \S+ has other bytes"
-    with pytest.raises(CheckpointError, match=named):
-        typed(whole.path, DATA_TRAIN_PATH=str(other_rows))
+    with pytest.raises(CheckpointError, match=named) as caught:
+        typed(run, DATA_TRAIN_PATH=str(other_rows))
+    remedy = Path(re.search(r"set MODEL_ADAPTER=(\S+) instead", str(caught.value))[1])
+    assert remedy == (run if is_finished else run / "checkpoints" / "checkpoint-6")
+    changes = {"model.adapter": remedy, "data.train_path": other_rows}
+    further = train_run({**changes, "train.max_steps": 1, "train.predict_with_generate": False})
+    then, now = (run_json(each)["metrics"] for each in (whole, further))
+    assert now["before"]["eval_loss"] == pytest.approx(then["after"]["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"tone": "calm"}])
