@@ -15,7 +15,6 @@ is written last: without one an install was cut short.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import difflib
 import hashlib
 import json
@@ -28,6 +27,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from tools.install.driver import driver_cuda, tell_size
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / (os.environ.get("INSTALL_INTO") or ".venv")
@@ -46,7 +47,6 @@ NEWEST = "newest"
 # what a version of transformers may want newer: with another version, the lock is their least one
 BELOW_TRANSFORMERS = ("huggingface_hub", "tokenizers", "safetensors")
 VERSION = re.compile(r"\d+(\.\d+)+")
-DEFAULT_CUDA = 13  # major version of the CUDA that PyPI's torch 2.13 for Linux is built for
 MAKE_VENV = {
     "pip": [sys.executable, "-m", "venv", str(VENV)],
     "uv": ["uv", "venv", "--seed", "--python", sys.executable, str(VENV)],
@@ -368,27 +368,6 @@ def forget_half_unpacked() -> None:
         if not (metadata / "RECORD").exists():
             print(f"{metadata.stem} was half installed: once more", flush=True)
             shutil.rmtree(metadata)
-
-
-def tell_size(cuda: int | None) -> None:
-    """Say what PyPI's torch takes, and which build fits this machine better."""
-    print("PyPI's torch for Linux contains CUDA 13: 2.7 GB to download, 5 GB on disk", flush=True)
-    if cuda is None:
-        print("no NVIDIA driver is seen here: make install TORCH=cpu takes 0.2 GB", flush=True)
-    elif cuda < DEFAULT_CUDA:
-        print(f"this driver runs CUDA {cuda}: type make install TORCH=cu126, or update it")
-
-
-def driver_cuda() -> int | None:
-    """Return the major version of CUDA that the NVIDIA driver runs, None without a driver."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-        version = ctypes.c_int()
-        if nvml.nvmlInit_v2() or nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(version)):
-            return None
-    except (OSError, AttributeError):  # no such library, or a driver from before 2018
-        return None
-    return version.value // 1000
 
 
 @contextlib.contextmanager
