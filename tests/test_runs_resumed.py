@@ -103,7 +103,8 @@ def test_runs_of_versions_with_other_settings_are_read_and_resumed(tmp_path):
     assert read.layer["tuning.encoders"].value == "lora" and not read.unset
     saved = facts(config)
     tuning = {name.replace("encoders", "towers"): value for name, value in config.tuning}
-    train = {**dict(config.train), "cuda_graphs": False}
+    train = {name.replace("token_share", "time_budget"): value for name, value in config.train}
+    train["cuda_graphs"] = False
     saved = replace(saved, config={**saved.config, "tuning": tuning, "train": train})
     assert Resumed(tmp_path, saved).then.tuning.encoders == "lora"
 

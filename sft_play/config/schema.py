@@ -38,6 +38,13 @@ __all__ = [
 ]
 
 
+# Names of settings until November 2026, without their section. eval_time_budget was the share of
+# the time that eval_token_share is of the tokens.
+EARLIER_NAMES = {
+    "towers": "encoders",
+    "towers_learning_rate": "encoders_learning_rate",
+    "eval_time_budget": "eval_token_share",
+}
 FREE_TEXTS = ("data.system_prompt",)  # what they say is for the model
 
 
@@ -74,12 +81,9 @@ class Config(Section):
 
 
 def with_present_names(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section of a run of any version; until November 2026 encoders were called towers.
-
-    eval_time_budget was the share of the time that eval_token_share is of the tokens.
-    """
+    """Return a section of a run of any version, without settings that were removed since."""
     return {
-        name.replace("towers", "encoders").replace("time_budget", "token_share"): value
+        EARLIER_NAMES.get(name, name): value
         for name, value in section.items()
         if name not in REMOVED
     }
