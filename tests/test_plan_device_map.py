@@ -153,3 +153,8 @@ def test_more_gpus_never_need_more_bytes_on_one() -> None:
         peaks.append(step_bytes(step, LAYOUT).predicted_peak)
     assert peaks == sorted(peaks, reverse=True)
     assert sum((16, 16)) == EIGHT_B.layers
+
+
+def test_a_single_gpu_has_all_layers_also_if_the_first_one_is_to_be_empty() -> None:
+    assert placement.count_layers("balanced_low_0", 32, 1) == (32,)
+    assert placement.count_layers("balanced_low_0", 32, 2) == (0, 32)

@@ -30,7 +30,7 @@ def count_layers(rule: MapRule, layers: int, gpus: int, most_layers: int = 0) ->
     """
     if rule == "sequential" and most_layers:
         return tuple(min(most_layers, layers - begin) for begin in range(0, layers, most_layers))
-    empty = int(rule == "balanced_low_0")
+    empty = int(rule == "balanced_low_0" and gpus > 1)
     share, rest = divmod(layers, gpus - empty)
     return (0,) * empty + tuple(share + (gpu < rest) for gpu in range(gpus - empty))
 
