@@ -204,12 +204,12 @@ ROWS = (
     ),
     folder(
         "hostile-slow-tokenizer",
-        "a tokenizer takes longer to load than any does (400,000 pieces; a second)",
-        with_post_processor(400_000),
+        "a tokenizer takes longer to load than any does (1,000,000 pieces; a second)",
+        with_post_processor(1_000_000),
         Guard("sft_play.data.tokenizer:find_excess", nothing),
         "no tokenizer could be loaded: has not ended after",
         "get the model again",
-    )._replace(inject=of_command(with_post_processor(400_000), "preview", watch_closely)),
+    )._replace(inject=of_command(with_post_processor(1_000_000), "preview", watch_closely)),
     folder(
         "hostile-long-token",
         "an added token has 10,000 characters",
