@@ -1,6 +1,6 @@
 """`make install`, and the check before every other target.
 
-    .venv/bin/python -S -m tools.install --check    exit code 0 where .venv is as the pins say
+    .venv/bin/python -S -m tools.install --check    exit code 0 if .venv is as the pins say
     python3 -m tools.install                        make it so
     .venv/bin/python -m tools.install add FILE      add a requirements file to this Python
 
@@ -80,7 +80,7 @@ def main(words: list[str]) -> int:
 
 
 def refuse_python(version: str | None) -> None:
-    """Raise SystemExit where this Python is too old or too new, with one to use instead."""
+    """Raise SystemExit if this Python is too old or too new, with one to use instead."""
     if version not in PYTHONS:
         here = [f"python{each}" for each in PYTHONS if shutil.which(f"python{each}")]
         fix = "install one, such as sudo apt-get install python3.12 python3.12-venv"
@@ -103,7 +103,7 @@ def refuse_misspelt(names: str) -> None:
 def add(name: str) -> None:
     """Install a requirements file into this Python, and keep its transformers if that is newer.
 
-    Raises SystemExit where the file has a highest version of transformers, and this one is newer.
+    Raises SystemExit if the file has a highest version of transformers, and this one is newer.
     """
     found, locked = installed_transformers(Path(sys.prefix)), locked_transformers()
     is_newer = found is not None and locked is not None and numbers(found) > numbers(locked)
@@ -203,7 +203,7 @@ def locked_transformers() -> str | None:
 
 
 def installed_transformers(prefix: Path) -> str | None:
-    """Return the version of transformers in an environment, None where it has none."""
+    """Return the version of transformers in an environment, None if it has none."""
     found = [
         metadata.stem.split("-")[1]
         for metadata in prefix.glob("lib/python*/site-packages/transformers-*.dist-info")
@@ -235,7 +235,7 @@ def unlock(lock: str, transformers: str) -> str:
 
 
 def choose(values: tuple[str, ...], name: str, default: str) -> str:
-    """Return the value of a variable. Raises SystemExit where it is none of `values`."""
+    """Return the value of a variable. Raises SystemExit if it is none of `values`."""
     value = os.environ.get(name) or default
     if value and value not in values:
         raise SystemExit(f"{name}={value} is not valid; write {', '.join(values)}")
@@ -243,7 +243,7 @@ def choose(values: tuple[str, ...], name: str, default: str) -> str:
 
 
 def run(command: list[str]) -> None:
-    """Run a command. Raises SystemExit where it fails; what it printed says why."""
+    """Run a command. Raises SystemExit if it fails; what it printed says why."""
     done = subprocess.run(command, env=ENVIRON, check=False)
     if done.returncode != 0:
         raise SystemExit("see what the lines above say, then type make install again")
@@ -252,7 +252,7 @@ def run(command: list[str]) -> None:
 def run_logged(title: str, command: list[str]) -> None:
     """Run an installer whose lines go to install.log, and print one line every few seconds.
 
-    Raises SystemExit where it fails, after the last lines of the log.
+    Raises SystemExit if it fails, after the last lines of the log.
     """
     log, started = VENV / "install.log", time.monotonic()
     with log.open("ab") as file:
@@ -319,7 +319,7 @@ def make_stamp(version: str | None = None) -> dict[str, str]:
 
 
 def read_stamp() -> dict[str, str]:
-    """Return the stamp of the last install, an empty one where none was completed."""
+    """Return the stamp of the last install, an empty one if none was completed."""
     try:
         return json.loads((VENV / ".installed").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -327,7 +327,7 @@ def read_stamp() -> dict[str, str]:
 
 
 def version_of(python: str) -> str | None:
-    """Return the version of an interpreter, such as 3.11, or None where it does not start."""
+    """Return the version of an interpreter, such as 3.11, or None if it does not start."""
     try:
         done = subprocess.run([python, "-S", "-c", ASK_VERSION], capture_output=True, text=True)
     except OSError:
@@ -336,7 +336,7 @@ def version_of(python: str) -> str | None:
 
 
 def why_anew() -> str | None:
-    """Return why .venv must be made again, None where it can be kept or is not there."""
+    """Return why .venv must be made again, None if it can be kept or is not there."""
     if not VENV.exists() and not VENV.is_symlink():
         return None
     version = version_of(str(VENV / "bin" / "python"))
