@@ -12,7 +12,7 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,6 +40,7 @@ MXFP4_EXPONENTS = (118, 122)  # of two from -127: random codes then deviate by 0
 MAX_TRIES = 1000  # to make a row of an exact length; a few are enough
 IMAGE_PIXELS = 768  # of a side
 IMAGE_WORDS = 285  # of a row: about 300 tokens of the tiny tokenizer
+QWEN3_TOKENS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 IMAGE_TEMPLATE = (
     "{%% for message in messages %%}{{ '<|' + message['role'] + '|>' }}"
     "{%% if message['content'] is string %%}{{ message['content'] }}{%% else %%}"
@@ -71,7 +72,7 @@ ALPACA_WORDS = {
 }
 # of a chat; the longest is shorter than 1,024 tokens
 CHAT_WORDS = {"question": WordCount(11, 0.4, 60), "answer": WordCount(45, 0.9, 130)}
-MOST_ANSWERS = 3
+ANSWERS = (1, 2, 3)
 
 
 def model_settings(
@@ -102,7 +103,7 @@ def model_folder(model: BaseModel, folder: Path) -> Path:
     name = model.shape.rpartition("/")[2]
     if model.layers is not None:
         name += f"-{model.layers}-layers"
-    for field in ("in_mxfp4", "as_published", "with_images"):
+    for field in ("in_mxfp4", "as_published", "with_images", "with_reasoning"):
         if getattr(model, field):
             name += f"-{field.replace('_', '-')}"
     return folder / "models" / name
@@ -136,11 +137,17 @@ def random_model(model: BaseModel, folder: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     model_type = model_settings(model.shape, None, model.has_encoder)["model_type"]
     image_ids = _add_images(tokenizer, model_type) if model.with_images else {}
+    if model.with_reasoning:
+        from trl.chat_template_utils import qwen3_chat_template
+
+        tokenizer.add_special_tokens({"additional_special_tokens": QWEN3_TOKENS})
+        tokenizer.eos_token = "<|im_end|>"
+        tokenizer.chat_template = qwen3_chat_template
 
     def make_config(layers: int | None) -> PreTrainedConfig:
         settings = model_settings(model.shape, layers, model.has_encoder) | image_ids
         text = settings.get("text_config", settings)
-        text |= {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+        text |= {"pad_token_id": 0, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
         return AutoConfig.for_model(**settings)
 
     config = make_config(model.layers)
@@ -298,10 +305,10 @@ def _make_row(
 
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {"role": "user", "content": row["question"]},
-        {"role": "assistant", "content": row["answer"]},
-    ]
+    answer = {"role": "assistant", "content": row["answer"]}
+    if "reasoning" in row:
+        answer["reasoning_content"] = row["reasoning"]
+    return [{"role": "user", "content": row["question"]}, answer]
 
 
 def _count_tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, str]) -> int:
@@ -326,25 +333,38 @@ class _Corpus:
 def alpaca_rows(path: Path, rows: int, seed: int = 0) -> None:
     """Write rows of messages with lengths like Alpaca's."""
     corpus = _Corpus(seed)
-    with path.open("w", encoding="utf-8") as file:
-        for _ in range(rows):
-            question = corpus.draw(ALPACA_WORDS["instruction"])
-            if corpus.rng.random() < ALPACA_INPUTS:
-                question = f"{question}\n\n{corpus.draw(ALPACA_WORDS['input'])}".rstrip()
-            answer = corpus.draw(ALPACA_WORDS["output"])
-            turns = _messages({"question": question, "answer": answer})
-            file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
+
+    def chat() -> list[dict[str, Any]]:
+        question = corpus.draw(ALPACA_WORDS["instruction"])
+        if corpus.rng.random() < ALPACA_INPUTS:
+            question = f"{question}\n\n{corpus.draw(ALPACA_WORDS['input'])}".rstrip()
+        return _messages({"question": question, "answer": corpus.draw(ALPACA_WORDS["output"])})
+
+    _write_chats(path, (chat() for _ in range(rows)))
 
 
-def chat_rows(path: Path, rows: int, seed: int = 0) -> None:
-    """Write rows of two, four or six messages."""
+def chat_rows(
+    path: Path,
+    rows: int,
+    seed: int = 0,
+    answers: Sequence[int] = ANSWERS,
+    words: Mapping[str, WordCount] = CHAT_WORDS,
+) -> None:
+    """Write chats of one of these numbers of answers. `words` may include reasoning."""
     corpus = _Corpus(seed)
+
+    def chat() -> list[dict[str, Any]]:
+        turns = []
+        for _ in range(corpus.rng.choice(answers)):
+            turns += _messages({name: corpus.draw(count) for name, count in words.items()})
+        return turns
+
+    _write_chats(path, (chat() for _ in range(rows)))
+
+
+def _write_chats(path: Path, chats: Iterable[list[dict[str, Any]]]) -> None:
     with path.open("w", encoding="utf-8") as file:
-        for _ in range(rows):
-            turns: list[dict[str, Any]] = []
-            for _ in range(corpus.rng.randint(1, MOST_ANSWERS)):
-                pair = {name: corpus.draw(count) for name, count in CHAT_WORDS.items()}
-                turns += _messages(pair)
+        for turns in chats:
             file.write(json.dumps({"messages": turns}, ensure_ascii=False) + "\n")
 
 

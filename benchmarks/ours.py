@@ -112,21 +112,6 @@ def print_plan(settings: Mapping[str, str]) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def train(settings: Mapping[str, Any], folder: Path, name: str) -> RunReport:
-    """Train with settings of the config file (section.field), in `folder`; return the report."""
-    words = [sys.executable, "-m", "sft_play", "train"]
-    fixed = {
-        "train.output_dir": folder,
-        "train.run_name": name,
-        "train.predict_with_generate": "false",
-        "train.save_strategy": "no",
-    }
-    for setting, value in {**settings, **fixed}.items():
-        words += ["--set", f"{setting}={value}"]
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
-    return RunFolder(folder / name).read_report()
-
-
 def read_run(case: Case, inputs: Inputs, out: Path, ended: Ended) -> Result:
     """Return what a run measured, from run.json, tb/ and the saved weights, or why it failed."""
     folder = RunFolder(out / "run")
@@ -136,7 +121,8 @@ def read_run(case: Case, inputs: Inputs, out: Path, ended: Ended) -> Result:
     steps = report.global_step
     lines = metrics.read_metrics(folder.metrics).lines
     logged = {line.step: line for line in lines if "grad_norm" in line.values}
-    first = case.workload.warm_up or steps
+    workload, rows = case.workload, report.data["train"]
+    first = workload.warm_up or steps
     figures = {
         "ready_seconds": logged[first].time - ended.started,
         "ending_seconds": ended.at - logged[steps].time,
@@ -144,13 +130,13 @@ def read_run(case: Case, inputs: Inputs, out: Path, ended: Ended) -> Result:
         "untrained": _untrained_adapters(folder.path / "adapter"),
         "process_gib": _gib(report.peak_bytes.measured),
         "reserved_gib": [rank.peak_bytes / GIB for rank in report.memory_by_rank or []],
-        "rows_used": report.data["train"]["rows_used"],
+        "rows_used": rows["rows_used"],
         "timed_steps": steps - first,
         "scores": report.scores("after"),
     }
     speed = report.tokens_per_second
-    if inputs.samples.exists():
-        timed = Samples.read(inputs.samples).step_tokens(case.workload.rows_per_step)[first:steps]
+    if inputs.samples.exists() and case.has_samples:
+        timed = Samples.read(inputs.samples).step_tokens(workload.rows_per_step)[first:steps]
         figures |= {
             "seconds": seconds_between(logged, first, steps),
             "tokens": sum(step.real for step in timed),
@@ -159,9 +145,12 @@ def read_run(case: Case, inputs: Inputs, out: Path, ended: Ended) -> Result:
         speed = figures["tokens"] / figures["seconds"]
         labelled_speed = figures["labelled_tokens"] / figures["seconds"]
         figures["labelled_tokens_per_second"] = labelled_speed
-    if case.workload.with_images and speed:
-        rows = report.data["train"]
-        figures["rows_per_second"] = speed * rows["samples"] / rows["tokens"]
+    elif workload.with_images or workload.answers:
+        seconds = seconds_between(logged, first, steps)
+        figures["rows_per_second"] = workload.rows_per_step * (steps - first) / seconds
+        for name in ("tokens", "distinct_tokens"):
+            figures[f"{name}_per_row"] = rows[name] / rows["rows_used"]
+        speed = figures["rows_per_second"] * figures["tokens_per_row"]
     return Result(
         *case.key,
         tokens_per_second=speed,

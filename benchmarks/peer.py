@@ -364,8 +364,11 @@ def run(job: Job) -> Result:
     if workload.saves and not job.is_reference:
         trainer.save_model()
     figures = found["figures"]
-    if workload.with_images:
-        rows = (job.steps - first) * workload.rows_per_step
+    rows = (job.steps - first) * workload.rows_per_step
+    if workload.answers:
+        figures["tokens_per_row"] = Samples.read(job.inputs.samples).lengths.mean()
+        rows = figures["tokens"] / figures["tokens_per_row"]  # packed steps may have other rows
+    if workload.answers or workload.with_images:
         figures["rows_per_second"] = rows / figures["seconds"]
     return Result(workload.name, job.arm_name, **found)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from benchmarks import ours
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.report import RunReport
 
 
@@ -37,10 +39,19 @@ def train(
 ) -> RunReport:
     """Train in `folder` with more settings, and return the report of the run."""
     settings = {
+        **model_settings(args),
         "data.cache_dir": folder / "cache",
         "train.max_steps": args.steps,
         "train.batch_size": args.batch,
         "train.effective_batch_size": args.batch,
         "train.learning_rate": args.rate,
+        "train.output_dir": folder,
+        "train.run_name": name,
+        "train.predict_with_generate": "false",
+        "train.save_strategy": "no",
+        **more,
     }
-    return ours.train({**model_settings(args), **settings, **more}, folder, name)
+    words = [f"--set={setting}={value}" for setting, value in settings.items()]
+    command = [sys.executable, "-m", "sft_play", "train", *words]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return RunFolder(folder / name).read_report()

@@ -1,10 +1,8 @@
-"""The page of a results file: a Markdown table for each workload, and a picture. No torch."""
+"""The page of a results file: a Markdown table for each workload. No torch."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +16,6 @@ from benchmarks.workloads import (
     SCALED,
     TOY,
     WORKLOADS,
-    Arm,
     Workload,
     find_workload,
 )
@@ -35,11 +32,6 @@ HEADS = {
     "Another process occupies the rest of each GPU, so that a run finds the memory of "
     "the named card. The speed is that of the GPU it ran on, not of that card.",
 }
-PICTURES = ("speed", "scaling")  # kinds of results
-OUR_COLOR = "#1f4e79"
-PEER_COLOR = "#b8c4d0"
-GRAPHS = "TRAIN_CUDA_GRAPHS=true at commit d8781bff"  # which was removed after some measurements
-ARMS_OF_RESULTS = {**ARMS, "ours-graphs": Arm("ours-graphs", OUR_ARM, f"make train-bnb {GRAPHS}")}
 
 
 class Row(NamedTuple):
@@ -102,7 +94,7 @@ class Row(NamedTuple):
             return f"does not count: {'; '.join(result.why_not)}"
         settings = sorted(result.settings.items())
         words = [f"{name.replace('_', ' ')} {str(value).lower()}" for name, value in settings]
-        arm = ARMS_OF_RESULTS[result.arm]
+        arm = ARMS[result.arm]
         # on several GPUs SFT-Play runs another make target than the arm says
         described = "" if arm.is_ours and result.gpus > 1 else arm.description
         return "; ".join(filter(None, [described, ", ".join(words)]))
@@ -142,7 +134,9 @@ COLUMNS = (
     Column("real tokens/s", "tokens_per_second", ",.0f"),
     Column("per GPU", "per_gpu", ",.0f", needs_gpus=True),
     Column("labelled tokens/s", "labelled_tokens_per_second", ",.0f"),
-    Column("rows/s", "rows_per_second", ".1f"),
+    Column("rows/s", "rows_per_second", ".2f"),
+    Column("tokens per row", "tokens_per_row", ",.0f"),
+    Column("distinct", "distinct_tokens_per_row", ",.0f"),
     Column("speed-up", "speedup", ".2f", needs_gpus=True),
     Column("of linear", "of_linear", ".1%", needs_gpus=True),
     Column("GiB reserved", "peak_gib", ".2f"),
@@ -206,6 +200,8 @@ def describe_workload(workload: Workload) -> str:
         rows = f"rows of {workload.tokens:,} tokens"
     if workload.with_images:
         rows = "rows with one image"
+    if workload.answers:
+        rows = f"chats of {workload.answers} answers, each with reasoning"
     model = workload.shape.rpartition("/")[2]
     if workload.layers is not None:
         model = f"{workload.layers} layers of {model}"
@@ -216,8 +212,6 @@ def describe_workload(workload: Workload) -> str:
     mode = workload.mode or dict(workload.variables).get("TUNING_MODE") or f"`{workload.config}`"
     text = f"{model}, {mode}, {rows}, {workload.rows_per_step} per step"
     text += "".join(f", {name}={value}" for name, value in workload.variables)
-    if workload.had_graphs:
-        text += f", {GRAPHS}"
     if workload.free_gib is not None:
         named = f" (as a {CARDS[workload.card].name})" if workload.card else ""
         text += f"; each GPU limited to {workload.free_gib:.2f} GiB{named}"
@@ -271,7 +265,7 @@ def number(value: float | None, form: str = ",.0f") -> str:
 
 
 def write_page(results: Results, folder: Path | None) -> None:
-    """Print the page; write it, and a picture, to `folder`, by default that of the results."""
+    """Print the page; write it to `folder`, by default that of the results."""
     path = (folder or results.path.parent) / results.path.stem
     path.parent.mkdir(parents=True, exist_ok=True)
     if results.kind == "planner":
@@ -282,56 +276,3 @@ def write_page(results: Results, folder: Path | None) -> None:
         text = markdown(results)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
-    if results.kind not in PICTURES:
-        return
-    if find_spec("matplotlib") is not None:
-        draw(results, path.with_suffix(".svg"))
-    else:
-        print("no picture: matplotlib is not installed (requirements-bench.txt)", file=sys.stderr)
-
-
-def draw(results: Results, path: Path) -> None:
-    """Draw tokens/s of the results that count, a panel for each workload. SFT-Play is dark."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels: dict[str, list[Row]] = {}
-    for row in rows_of(results, results.results):
-        if row.result.counts and row.result.tokens_per_second:
-            panels.setdefault(base_name(row.result), []).append(row)
-    if not panels:
-        return
-    heights = [len(panels[name]) + 1 for name in WORKLOADS if name in panels]
-    size = (8, 0.32 * sum(heights) + 0.6)
-    figure, drawn = pyplot.subplots(
-        len(panels), 1, figsize=size, height_ratios=heights, squeeze=False
-    )
-    for panel, name in zip(drawn[:, 0], sorted(panels, key=list(WORKLOADS).index), strict=True):
-        _draw_panel(panel, name, sorted(panels[name], key=lambda row: row.result.tokens_per_second))
-    drawn[-1, 0].set_xlabel("real tokens/s", size=8)
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
-
-
-def _draw_panel(panel, name: str, rows: Sequence[Row]) -> None:
-    """Draw a bar for each result, with its memory and, of several GPUs, its speed-up."""
-    speeds = [row.result.tokens_per_second for row in rows]
-    colors = [OUR_COLOR if "ours" in row.result.arm else PEER_COLOR for row in rows]
-    labels = []
-    for row in rows:
-        label = f"{row.result.tokens_per_second:,.0f}   {row.result.peak_gib:.0f} GiB"
-        if row.result.gpus > 1 and row.speedup:
-            label += f"   {row.speedup:.2f} times one GPU"
-        labels.append(label)
-    places = range(len(rows))
-    bars = panel.barh(places, speeds, color=colors)
-    panel.bar_label(bars, labels, padding=3, size=8)
-    names = [f"{row.result.arm} {row.result.gpus} x {row.used_strategy}" for row in rows]
-    panel.set_yticks(places, names)
-    panel.set_title(name, loc="left", size=9)
-    panel.set_xlim(0, max(speeds) * 1.4)
-    panel.tick_params(labelsize=8)
-    panel.spines[["top", "right"]].set_visible(False)

@@ -63,7 +63,7 @@ class Benchmark:
         total = workload.warm_up + (self.steps or workload.steps)
         inputs = make_inputs(workload, total, self.folder)
         tokens, samples = [], None
-        if inputs.samples.exists():
+        if inputs.samples.exists() and case.has_samples:
             samples = Samples.read(inputs.samples)
             tokens = samples.step_tokens(workload.rows_per_step)
             if not self.compares_gpus:

@@ -5,13 +5,21 @@ The tokenized rows are in the order of SFT-Play's steps. Loads no CUDA.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.inputs import fixed_rows, image_rows, make_model, ragged_rows
+from benchmarks.inputs import (
+    WordCount,
+    chat_rows,
+    fixed_rows,
+    image_rows,
+    make_model,
+    ragged_rows,
+)
 from benchmarks.workloads import NO_REFERENCE, SEED, TOY, Workload
 
 HELD_OUT_ROWS = 4
@@ -41,7 +49,7 @@ class Inputs:
 
     @property
     def samples(self) -> Path:
-        """The tokenized rows; only workloads with a reference have them."""
+        """The tokenized rows; only workloads with a reference and chats have them."""
         return self.folder / "samples.npz"
 
     @property
@@ -84,7 +92,7 @@ def make_inputs(workload: Workload, steps: int, folder: Path) -> Inputs:
     if workload.fits or workload.shape == TOY:
         model = make_model(workload, folder)
     inputs = Inputs(folder / f"{workload.name}-{steps}", model)
-    has_samples = workload.reference != NO_REFERENCE
+    has_samples = workload.reference != NO_REFERENCE or workload.answers
     if not (inputs.samples if has_samples else inputs.held_out).exists():  # written last
         inputs.folder.mkdir(parents=True, exist_ok=True)
         rows = min(steps, workload.distinct_steps or steps) * workload.rows_per_step
@@ -98,6 +106,9 @@ def make_inputs(workload: Workload, steps: int, folder: Path) -> Inputs:
 def _write_rows(workload: Workload, rows: int, inputs: Inputs) -> None:
     if workload.with_images:
         image_rows(inputs.folder, rows)
+    elif workload.answers:
+        words = {name: WordCount(n, 0.3, 2 * n) for name, n in workload.chat_words.items()}
+        chat_rows(inputs.rows, rows, answers=[workload.answers], words=words)
     elif workload.tokens is None:
         most = workload.max_seq_len
         ragged_rows(inputs.rows, rows, median=workload.median, least=24, most=most)
@@ -109,7 +120,8 @@ def _write_samples(workload: Workload, rows: int, inputs: Inputs) -> None:
     """Tokenize the rows in their order; write them so that SFT-Play shuffles them into it."""
     from sft_play.data.order import steps
 
-    samples = _tokenize(workload, inputs)
+    tokenize = _tokenize_in_one_pass if workload.answers else _tokenize
+    samples = tokenize(workload, inputs)
     assert len(samples.lengths) == rows, "a row was dropped"
     assert samples.lengths.max() <= workload.max_seq_len, "a row was cut"
     lines = inputs.rows.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -119,6 +131,24 @@ def _write_samples(workload: Workload, rows: int, inputs: Inputs) -> None:
         shuffled[row] = line
     inputs.rows.write_text("".join(shuffled), encoding="utf-8")
     np.savez(inputs.samples, **vars(samples))
+
+
+def _tokenize_in_one_pass(workload: Workload, inputs: Inputs) -> Samples:
+    """Return each chat as TRL tokenizes it with `assistant_only_loss`: all answers at once."""
+    from transformers import AutoTokenizer
+    from trl.chat_template_utils import qwen3_training_chat_template
+
+    tokenizer = AutoTokenizer.from_pretrained(inputs.model)
+    lines = inputs.rows.read_text(encoding="utf-8").splitlines()
+    found = tokenizer.apply_chat_template(
+        [json.loads(line)["messages"] for line in lines],
+        chat_template=qwen3_training_chat_template,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, masks = found["input_ids"], found["assistant_masks"]
+    arrays = np.concatenate(ids), np.concatenate(masks).astype(bool)
+    return Samples(*arrays, np.array(list(map(len, ids))))
 
 
 def _tokenize(workload: Workload, inputs: Inputs) -> Samples:

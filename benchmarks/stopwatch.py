@@ -121,11 +121,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def lora_a_matrices(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the A matrices, named from `layers.` on: there the names are the same everywhere."""
-    matrices = {}
-    for name, parameter in model.named_parameters():
-        if "lora_A" in name:
-            matrices[name[name.index("layers.") :]] = parameter
-    return matrices
+    named = model.named_parameters()
+    return {name[name.index("layers.") :]: matrix for name, matrix in named if "lora_A" in name}
 
 
 def share_start(model: torch.nn.Module, path: Path) -> None:
@@ -134,10 +131,7 @@ def share_start(model: torch.nn.Module, path: Path) -> None:
 
     found = lora_a_matrices(model)
     if not path.exists():
-        first = {}
-        for name, matrix in found.items():
-            first[name] = matrix.detach().float().cpu().contiguous()
-        save_file(first, path)
+        save_file({name: each.detach().float().contiguous() for name, each in found.items()}, path)
         return
     saved = load_file(path)
     assert saved.keys() == found.keys(), "the adapters are not on the same layers"

@@ -38,6 +38,7 @@ class BaseModel:
     in_mxfp4: bool = False  # the experts are stored in 4 bits, as gpt-oss publishes them
     as_published: bool = False  # with the vision encoder; otherwise only the language model
     with_images: bool = False  # as_published, with the files of an image processor
+    with_reasoning: bool = False  # with Qwen3's chat template
 
     @property
     def has_encoder(self) -> bool:
@@ -59,6 +60,9 @@ class Workload(BaseModel):
     mode: str = "lora"  # lora, qlora, full (weights in bfloat16); "" if `variables` choose it
     tokens: int | None = None  # of every row; None: log-normal lengths
     median: int = 300  # tokens of rows with log-normal lengths
+    answers: int | None = None  # of every row, which is a chat; None: a question and an answer
+    # median words of each question, reasoning and answer of a chat
+    chat_words: dict[str, int] | None = None
     max_seq_len: int = 2048
     rows_per_step: int = 4
     learning_rate: float = 2e-4
@@ -79,7 +83,6 @@ class Workload(BaseModel):
     # of a guide for that machine: GB of each GPU, tokens per second of all
     promise: tuple[float, float] | None = None
     fits: bool = True  # on the card; otherwise the plan must refuse it
-    had_graphs: bool = False  # its results are from a run with CUDA graphs
 
     def scaled(self, times: int) -> Workload:
         """Return the workload with `times` as many rows per step, and a name that says so."""
@@ -158,6 +161,11 @@ class Case(NamedTuple):
     def key(self) -> tuple[str, str, int, str]:
         """The key of its result."""
         return (self.workload.name, self.arm.name, self.gpus, self.strategy)
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether it trains one sample per row: of chats SFT-Play trains one per answer."""
+        return not (self.workload.answers and self.arm.is_ours)
 
     @property
     def may_be_refused(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -21,7 +22,7 @@ from benchmarks.planner.runs import find_faults, read_figures
 from benchmarks.processes import Ended, clean_environment, run_limited
 from benchmarks.promised_hardware import cases_of
 from benchmarks.results import Result, Results
-from benchmarks.samples import Inputs, TokenCount
+from benchmarks.samples import Inputs, Samples, TokenCount
 from benchmarks.verdict import check_run, deviation, window_means
 from benchmarks.workloads import ARMS, WORKLOADS, Case
 from sft_play.commands import call as calls
@@ -246,6 +247,24 @@ def test_the_arms_agree_on_the_tiny_model_and_the_reference_is_trained_once(tmp_
     (reference / "report.json").unlink()
     bench("speed", tmp_path, *words, "--keep")
     assert not (reference / "report.json").exists()
+
+
+@pytest.mark.long
+def test_of_chats_the_arms_agree_on_the_rows_and_each_counts_its_tokens(tmp_path) -> None:
+    words = ["--works", "toy-chats", "--arms", "hf-best", "ours-bnb"]
+    results = bench("speed", tmp_path, *words)
+    peer, our = (results.find("toy-chats", name) for name in ("hf-best", "ours-bnb"))
+    for result in (peer, our):
+        assert result.counts, result.why_not
+        speed = result.figures["rows_per_second"] * result.figures["tokens_per_row"]
+        assert speed == pytest.approx(result.tokens_per_second, rel=0.2)
+    samples, distinct = (our.figures[f"{name}tokens_per_row"] for name in ("", "distinct_"))
+    assert samples > distinct > peer.figures["tokens_per_row"], "reasoning twice, then once"
+    inputs = Inputs(tmp_path / "work" / "toy-chats-4", "")
+    ids, labelled = Samples.read(inputs.samples).row(0)
+    tok = AutoTokenizer.from_pretrained(tmp_path / "work" / "models" / "toy-qwen3-with-reasoning")
+    trained = tok.decode(ids[labelled])
+    assert trained.count("<|im_end|>") == trained.count("</think>") == 3
 
 
 @pytest.mark.long

@@ -5,7 +5,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from record_files import run_data, write_rows
 from test_data_template_table import OF_TRL, QUESTION, TRL_NAMES, call, stops_of, tokenizer_of
 
 from sft_play.config.sections.model import ModelSection
@@ -124,3 +126,27 @@ def test_a_second_call_of_deepseek_begins_as_the_first_does():
     found, _ = rendered(OF_TRL / "deepseekv3.jinja", "calls in sequence")
     begins = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n"
     assert found[0].startswith(f"\n</think>\n\n{begins}") and found[1].startswith(begins)
+
+
+def test_a_mix_repeats_rows_with_all_their_samples(tmp_path):
+    def chat(answers: int, number: int) -> dict[str, object]:
+        turns = []
+        for turn in range(answers):
+            turns.append({"role": "user", "content": f"What is {number} {turn}?"})
+            answer = {"role": "assistant", "content": ROSE, "reasoning_content": SEA}
+            turns.append(answer)
+        return {"messages": turns}
+
+    many = write_rows(tmp_path / "many.jsonl", *(chat(1, number) for number in range(20)))
+    few = write_rows(tmp_path / "few.jsonl", *(chat(3, number) for number in range(20, 23)))
+    sources = [{"path": str(many), "weight": 2}, {"path": str(few), "weight": 1}]
+    held_out = write_rows(tmp_path / "val.jsonl", chat(1, 50))
+    tok = tokenizer_of(OF_TRL / "qwen3.jinja", ModelSection())
+    data = run_data(many, tok, 256, train_path=sources, val_path=str(held_out))
+    shares = data.ledger.as_json()["splits"]["train"]["epoch"]
+    assert [(one["rows"], one["samples"], one["share"]) for one in shares] == [
+        (20, 20, pytest.approx(2 / 3, abs=1e-6)),
+        (10, 30, pytest.approx(1 / 3, abs=1e-6)),
+    ]
+    assert np.diff(data.row_ends, prepend=0).tolist() == [1] * 20 + [3] * 10
+    assert (data.train.index_in[20:].reshape(10, 3) % 3 == [0, 1, 2]).all()

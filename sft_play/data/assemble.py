@@ -71,8 +71,7 @@ class RunData:
     @cached_property
     def row_ends(self) -> np.ndarray:
         """Ends of the training rows among their samples, (R,) int64; pieces of a text are rows."""
-        begins = ~splits.continues_row(self.train, "exact")
-        return np.append(np.flatnonzero(begins)[1:], len(self.train))
+        return splits.find_row_ends(self.train)
 
     def used_tokens(self) -> splits.UsedTokens:
         """Return the token ids that occur."""
@@ -282,9 +281,11 @@ def _mix(train: Selection, seed: int) -> Split:
     samples = train.samples
     weights = [source.weight for source in train.sources]
     if None not in weights:
-        stores = range(len(samples.stores))
-        indices = [samples.index_in[samples.store_of == store] for store in stores]
-        return Split(samples.stores, splits.mix_sources(indices, weights, seed))
+        row_ends = splits.find_row_ends(samples)
+        store_of = samples.store_of[row_ends - 1]
+        rows = [np.flatnonzero(store_of == store) for store in range(len(samples.stores))]
+        mixed = np.concatenate(splits.mix_sources(rows, weights, seed))
+        return samples.take(splits.samples_of_rows(row_ends, mixed))
     if any(weights):
         unweighted = train.sources[weights.index(None)].name
         raise ConfigError(
@@ -327,8 +328,12 @@ def _build_ledger(selection: Selection) -> SplitLedger:
 
 
 def _epoch_shares(sources: Sequence[TokenizedSource], epoch: Split) -> tuple[EpochShare, ...]:
-    counts = np.bincount(epoch.store_of, minlength=len(sources)).tolist()
-    return tuple(
-        EpochShare(source.name, count, round(count / len(epoch), 6))
-        for source, count in zip(sources, counts, strict=True)
-    )
+    shares = []
+    store_of_rows = epoch.store_of[splits.find_row_ends(epoch) - 1]
+    for store, source in enumerate(sources):
+        rows, samples = (
+            np.count_nonzero(each == store) for each in (store_of_rows, epoch.store_of)
+        )
+        share = round(rows / len(store_of_rows), 6)
+        shares.append(EpochShare(source.name, int(rows), int(samples), share))
+    return tuple(shares)

@@ -138,11 +138,12 @@ class SourceLedger:
 
 @dataclass(frozen=True)
 class EpochShare:
-    """How many samples of an epoch come from a source, and their share."""
+    """How many rows of an epoch come from a source, with how many samples."""
 
     name: str
+    rows: int
     samples: int
-    share: float
+    share: float  # of the rows
 
 
 @dataclass(frozen=True)
@@ -336,7 +337,7 @@ def source_tables(ledger: Ledger) -> list[Table]:
             *"rows in,= used,+ dropped,tokens,lost".split(","),
         ]
         if split.epoch:
-            headings += ["an epoch", "share"]
+            headings += ["rows per epoch", "share"]
         lines: list[Line] = []
         for number, source in enumerate(split.sources):
             tally = source.tally
@@ -344,7 +345,7 @@ def source_tables(ledger: Ledger) -> list[Table]:
             numbers.append(tally.lost_fraction)
             if split.epoch:
                 share = split.epoch[number]
-                numbers += [share.samples, float(share.share)]
+                numbers += [share.rows, float(share.share)]
             weight = "-" if source.weight is None else f"{source.weight:g}"
             lines.append((source.name, weight, *map(_format, numbers)))
         tables.append(Table(tuple(headings), tuple(lines)))

@@ -62,6 +62,12 @@ def continues_row(split: Split, *besides: str) -> np.ndarray:
     return mask
 
 
+def find_row_ends(split: Split) -> np.ndarray:
+    """Return the ends of the rows among their samples, (R,) int64; pieces of a text are rows."""
+    begins = np.flatnonzero(~continues_row(split, "exact"))
+    return np.append(begins[1:], len(split))
+
+
 def choose_held_out(records: np.ndarray, fraction: float, seed: int, split_by: str) -> np.ndarray:
     """Return a mask (N,) of the samples to set aside.
 
@@ -142,24 +148,37 @@ def count_duplicates(records: np.ndarray) -> EqualRows:
     return EqualRows(*repeated)
 
 
-def mix_sources(
-    indices: Sequence[np.ndarray], weights: Sequence[float], seed: int
-) -> list[np.ndarray]:
-    """Return each source's samples of one epoch, repeated so that the ratio is that of `weights`.
+def samples_of_rows(row_ends: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return the indices of the samples of some rows, in the order of `rows`.
 
-    The source with the most samples for its weight is used once. The others repeat, and the seed
-    draws the samples of the last, incomplete repeat. No source ends early and none is cut.
+    `row_ends` (R,) are the ends of all rows among the samples.
+
+    >>> samples_of_rows(np.array([1, 4, 6]), np.array([2, 1])).tolist()
+    [4, 5, 1, 2, 3]
+    """
+    counts = np.diff(row_ends, prepend=0)[rows]
+    shifts = row_ends[rows] - np.cumsum(counts)  # of a row: from its place in the result
+    return np.arange(counts.sum()) + np.repeat(shifts, counts)
+
+
+def mix_sources(
+    rows: Sequence[np.ndarray], weights: Sequence[float], seed: int
+) -> list[np.ndarray]:
+    """Return each source's rows of one epoch, repeated so that the ratio is that of `weights`.
+
+    The source with the most rows for its weight is used once. The others repeat, and the seed
+    draws the rows of the last, incomplete repeat. No source ends early and none is cut.
 
     >>> [len(taken) for taken in mix_sources([np.arange(100), np.arange(10)], [3, 1], seed=0)]
     [100, 33]
     """
-    samples_per_weight = max(
-        len(source) / weight for source, weight in zip(indices, weights, strict=True)
+    rows_per_weight = max(
+        len(source) / weight for source, weight in zip(rows, weights, strict=True)
     )
     generator = np.random.default_rng(seed)
     mixed = []
-    for source, weight in zip(indices, weights, strict=True):
-        repeats, rest = divmod(round(samples_per_weight * weight), max(1, len(source)))
+    for source, weight in zip(rows, weights, strict=True):
+        repeats, rest = divmod(round(rows_per_weight * weight), max(1, len(source)))
         last = generator.choice(source, rest, replace=False) if rest else source[:0]
         mixed.append(np.concatenate([np.tile(source, repeats), np.sort(last)]))
     return mixed
