@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from families import TEMPLATES
 from record_files import run_data, write_rows
 from test_data_template_table import OF_TRL, QUESTION, TRL_NAMES, call, stops_of, tokenizer_of
 
@@ -79,11 +80,12 @@ def rendered(path: Path, kind: str) -> tuple[list[str], Row]:
     return found, row
 
 
-@pytest.mark.parametrize("name", TRL_NAMES)
+@pytest.mark.parametrize("name", [*TRL_NAMES, "glm53_flash"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_follows_its_prompt_of_use_and_ends_where_its_model_stops(name, kind):
     try:
-        found, row = rendered(OF_TRL / f"{name}.jinja", kind)
+        folder = OF_TRL if name in TRL_NAMES else TEMPLATES
+        found, row = rendered(folder / f"{name}.jinja", kind)
     except RenderError as error:
         assert CANNOT.search(str(error))
         return

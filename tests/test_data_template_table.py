@@ -51,7 +51,9 @@ EOS_OF = {
     "Kimi-K3": "<|end_of_msg|>",
 }
 # eos_token_id of the models' generation_config.json as tokens, by the beginning of the template's
-# name: as the makers publish it, or as servers (vLLM, MLX, llama.cpp) quote it
+# name: as the makers publish it, or as servers (vLLM, MLX, llama.cpp) quote it. Of Gemma 3 as in
+# NVIDIA/TensorRT-LLM (test_modeling_gemma3.py), of Gemma 2 as tunes of it keep it, of DeepSeek V3 and
+# Cohere as the config classes of transformers, of LFM2 as neatflowcv/search (docs/lfm2.5-chat-template.md)
 STOPS_OF = {
     "GLM": ("<|endoftext|>", "<|user|>", "<|observation|>"),  # [154820, 154827, 154829]
     "glm": ("<|endoftext|>", "<|user|>", "<|observation|>"),  # [151329, 151336, 151338]
@@ -59,7 +61,10 @@ STOPS_OF = {
     "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),  # [1, 106, 50]
     "google-gemma-4": ("<eos>", "<turn|>", "<|tool_response>"),
     "diffusion_gemma": ("<eos>", "<turn|>", "<|tool_response>"),
-    "gemma": ("<eos>", "<end_of_turn>"),  # [1, 106]
+    "gemma": (
+        "<eos>",
+        "<end_of_turn>",
+    ),  # Gemma 3 [1, 106], Gemma 2 [1, 107]; Gemma 1 was not found
     "llama3": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),  # [128001, 128008, 128009]
     "phi3": ("<|end|>", "<|assistant|>", "<|endoftext|>"),  # [32007, 32001, 32000]
     "nemotron_3": ("</s>", "<|im_end|>"),  # [2, 11]
@@ -82,7 +87,8 @@ WRITTEN = {
     "mistral3": "mistralai-Ministral-3-14B-Reasoning-2512",
     "llama3": "meta-llama-Llama-3.3-70B-Instruct",
 }
-ALONE = ("llama4", "phi4", "phi4_mini")  # those that neither TRL nor llama.cpp ships
+# Those that neither TRL nor llama.cpp ships. GLM 5.3 Flash: after docker/glm53-flash/ of sgl-project/sglang
+ALONE = ("glm53_flash", "llama4", "phi4", "phi4_mini")
 # Where TRL's text is not that of use, and why
 OTHER_TEXT = {
     "deepseek_r1_distill": "it leaves out the think block that the prompt of use opens",
