@@ -199,7 +199,7 @@ def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(base, plan_run, b
     device = torch.device("cuda", 0)
     trainer.engine.model.to(device)
     trainer.engine.args = replace(trainer.engine.args, use_cpu=False)
-    trainer.engine.accelerator = create_accelerator(trainer.engine.model, trainer.engine.args)
+    trainer.engine.accelerator = create_accelerator(trainer.engine.args)
     trainer.engine.prepare(steps=1)
     before, held = digest(trainer.engine.model), torch.cuda.memory_allocated(device)
     trainer.memory = MemoryMeter(Process.alone(device))

@@ -391,6 +391,19 @@ def trainer_of(
     return loop_of(model, args, process, samples, collator_of(packed), order, tokenizer)
 
 
+def config_of(args: TrainingArguments) -> Config:
+    """Return the settings that transformers' arguments say."""
+    train = {name: getattr(args, name) for name in "learning_rate fp16 save_total_limit".split()}
+    train |= {
+        "epochs": args.num_train_epochs,
+        "max_steps": args.max_steps if args.max_steps > 0 else None,
+        "logging_steps": args.logging_steps,
+        "save_strategy": args.save_strategy.value,
+        "save_steps": args.save_steps,
+    }
+    return Config.model_validate({"train": train})
+
+
 def loop_of(
     model: Any,
     args: TrainingArguments,
@@ -402,8 +415,9 @@ def loop_of(
 ) -> TrainingLoop:
     """A loop that evaluates nothing."""
     set_seed(args.seed)
+    engine = Engine(model, args, process, config_of(args), tokenizer)
     return TrainingLoop(
-        engine=Engine(model, args, process, Config(), tokenizer),
+        engine=engine,
         loss=StepLoss(model),
         rows=TrainRows(samples),
         collator=collator,
@@ -413,7 +427,7 @@ def loop_of(
         guard=StepGuard(process),
         gradients=GradientWatch(process),
         loss_watch=LossWatch(model.config.vocab_size, args.learning_rate),
-        events=Events(args, model, tokenizer),
+        events=Events(engine),
         stamp=facts(),
     )
 

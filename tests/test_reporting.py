@@ -8,7 +8,6 @@ import pytest
 from html_pages import Page
 from report_folders import DONE, ROWS, answer_lines, loss_lines, run_folder, scored_lines
 from run_files import write_holder
-from transformers import TrainerState
 
 from sft_play.commands.call import Call
 from sft_play.commands.runs import write_report_again
@@ -296,11 +295,12 @@ def test_a_real_run_records_history_checks_and_lengths_and_writes_its_report(fin
 def test_a_check_that_fails_is_recorded_with_what_it_found(plan_run):
     from sft_play.plan.run_plan import PlannedRun
     from sft_play.training.recorder import RunRecorder
+    from sft_play.training.state import State
 
     folder = plan_run({})
     with RunRecorder(folder, PlannedRun.read(folder), 0) as recorder:
         logged = [{"step": 1, "loss": 2.0}, {"step": 1, "epoch": 0.5}]
-        recorder.state = TrainerState(global_step=1, log_history=logged)
+        recorder.state = State(global_step=1, log_history=logged)
         with recorder.check("rows are whole"):
             raise DataError("row 3 is half a row")
     report = folder.read_report()

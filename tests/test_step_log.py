@@ -46,7 +46,7 @@ def test_speed_counts_from_the_end_of_the_first_step_on():
     log = StepLog(EvalSpeedCallback(), MemoryMeter(ALONE), count, peak_flops=1e12)
     model = torch.nn.Linear(1, 1)
     log.add_rows([8, 8], labelled=8)
-    log.on_step_end(None, None, None)
+    log.on_step_end()
     assert log.collect(1, model).speed == {}
     log.add_rows([10, 20], labelled=8)
     log.add_rows([30], labelled=8)

@@ -1,7 +1,14 @@
 """What callbacks of transformers' API get from the training loop, and what they can ask of it."""
 
+import ast
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
 import pytest
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from sft_play.training import events
 
 EVENTS = (
     "on_train_begin on_epoch_begin on_step_begin on_substep_end on_pre_optimizer_step "
@@ -29,9 +36,16 @@ for event in EVENTS:
 
 
 class StopsAfterTwo(TrainerCallback):
+    """Keeps what it got at the beginning, and leaves a note of its own in it."""
+
+    def on_train_begin(self, args, state, control, **values):
+        self.state, self.control = state, control
+        control.note = "of the callback"
+
     def on_step_end(self, args, state, control, **values):
-        control.should_training_stop = state.global_step == 2
-        return control
+        assert state is self.state and control is self.control
+        assert control.note == "of the callback"
+        return replace(control, should_training_stop=state.global_step == 2)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +93,32 @@ def test_a_callback_gets_model_optimizer_schedule_loader_logs_and_metrics(seen):
 
 def test_a_callback_ends_training(plan_run, build_loop):
     loop, _ = build_loop(plan_run({"train.max_steps": 5}))
-    loop.events.add(StopsAfterTwo())
+    callback = StopsAfterTwo()
+    loop.events.add(callback)
     loop.start()
     loop.train()
-    assert loop.state.global_step == 2
+    assert loop.state.global_step == callback.state.global_step == 2
+
+
+def test_transformers_reads_the_state_of_a_checkpoint(plan_run, build_loop):
+    settings = {"train.max_steps": 3, "train.save_strategy": "steps", "train.save_steps": 2}
+    loop, _ = build_loop(plan_run(settings))
+    loop.start()
+    loop.train()
+    saved = Path(loop.engine.args.output_dir) / "checkpoint-2" / "trainer_state.json"
+    state = TrainerState.load_from_json(str(saved))
+    assert json.loads(saved.read_text()) == asdict(state), "every field is one of transformers"
+    assert (state.global_step, state.max_steps, state.save_steps) == (2, 3, 2)
+    assert state.train_batch_size == 2 and state.log_history[-1]["step"] == 2
+    assert TrainerControl.from_state(state.stateful_callbacks["TrainerControl"]).should_save
+
+
+def test_one_module_of_the_loop_knows_the_types_of_transformers_state():
+    folder = Path(events.__file__).parent
+    knowing = [path.name for path in folder.glob("*.py") if "TrainerState" in names_in(path)]
+    assert knowing == ["events.py"]
+
+
+def names_in(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.id for node in nodes if isinstance(node, ast.Name)}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerState
 
 from sft_play.training.observers import StepTrace
+from sft_play.training.state import Control, State
 
 
 def train(trace: StepTrace, count: int, before: int = 0) -> None:
@@ -20,7 +20,7 @@ def train(trace: StepTrace, count: int, before: int = 0) -> None:
     for step in range(1, count + 1):
         torch.ones(step, step) @ torch.ones(step, step)
         trace.on_step_end()
-    trace.on_train_end(None, TrainerState(global_step=before + count))
+    trace.on_train_end(State(global_step=before + count), Control())
 
 
 @pytest.mark.parametrize(("count", "recorded"), [(12, 3), (7, 2)], ids=["complete", "ended early"])

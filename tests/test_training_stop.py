@@ -18,8 +18,8 @@ import torch
 from marks import long
 from rank_processes import start_rank, wait_for
 from run_files import run_json, variables_of
-from transformers import TrainerControl, TrainerState
 
+from sft_play.config.schema import TrainSection
 from sft_play.errors import OF_PATH, DataError, DivergedError, EnvironmentFault, ExitClass
 from sft_play.plan.launch import free_port
 from sft_play.plan.run_plan import PlannedRun
@@ -31,10 +31,12 @@ from sft_play.training.callbacks import Progress
 from sft_play.training.classify import classify
 from sft_play.training.entry import run_worker
 from sft_play.training.recorder import RunRecorder
+from sft_play.training.state import Control, State
 from sft_play.training.stop import StopOnSignal
 
 ROOT = Path(__file__).resolve().parents[1]
 ALONE = Process(0, 0, 1, torch.device("cpu"))
+EVERY_STEP = TrainSection().stops_after
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +54,8 @@ def folder(planned, tmp_path):
 def stop(folder):
     """StopOnSignal of a single process that has begun its first step."""
     recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
-    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder) as stop:
-        stop.on_pre_optimizer_step(None, None, None)
+    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder, EVERY_STEP) as stop:
+        stop.on_pre_optimizer_step()
         yield stop
 
 
@@ -61,11 +63,11 @@ def stop(folder):
 def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_without_an_evaluation(
     stop, number
 ):
-    control, state = TrainerControl(should_evaluate=True), TrainerState(global_step=3, max_steps=10)
-    stop.on_step_end(None, state, control)
+    control, state = Control(should_evaluate=True), State(global_step=3, max_steps=10)
+    stop.on_step_end(state, control)
     assert not (stop.signals.requested or stop.stopped or control.should_training_stop)
     signal.raise_signal(number)
-    stop.on_step_end(None, state, control)
+    stop.on_step_end(state, control)
     assert stop.stopped and control.should_training_stop
     assert control.should_save and control.should_log and not control.should_evaluate
     assert control.should_epoch_stop, "what the end of an epoch brings is left out"
@@ -73,15 +75,15 @@ def test_a_signal_ends_the_run_after_the_step_with_a_checkpoint_and_without_an_e
 
 @pytest.mark.parametrize("event", ["on_save", "on_evaluate"])
 def test_a_signal_during_a_save_or_an_evaluation_ends_the_run_without_another_step(stop, event):
-    control, state = TrainerControl(), TrainerState(global_step=3, max_steps=10)
+    control, state = Control(), State(global_step=3, max_steps=10)
     signal.raise_signal(signal.SIGTERM)
-    getattr(stop, event)(None, state, control)
+    getattr(stop, event)(state, control)
     assert control.should_training_stop and control.should_save == (event == "on_evaluate")
 
 
 def test_before_gradients_of_the_first_step_a_signal_interrupts(folder):
     recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
-    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder):  # noqa: SIM117
+    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder, EVERY_STEP):  # noqa: SIM117
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGHUP)
 
@@ -108,9 +110,9 @@ def second_signal(path: Path, number: int, seconds: float) -> None:
     """Be a rank in its second step that gets a signal and another one `seconds` later."""
     folder = RunFolder(path)
     with RunRecorder(folder, PlannedRun.read(folder), 0) as recorder:
-        recorder.state = TrainerState(global_step=2)
-        with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder) as stop:
-            stop.on_pre_optimizer_step(None, None, None)
+        recorder.state = State(global_step=2)
+        with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder, EVERY_STEP) as stop:
+            stop.on_pre_optimizer_step()
             signal.raise_signal(signal.SIGINT)
             signals._requested_at -= seconds
             signal.raise_signal(number)
@@ -119,7 +121,7 @@ def second_signal(path: Path, number: int, seconds: float) -> None:
 def test_a_signal_in_the_last_moment_does_not_hide_how_a_run_has_ended(folder):
     """The thread that watches signals wakes while the context closes, and ends before it is woken."""
     recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
-    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder) as stop:
+    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder, EVERY_STEP) as stop:
         closed = stop._closed
 
         class LateEvent:
@@ -246,7 +248,7 @@ def wait_for_nobody(path: Path) -> None:
     planned = replace(planned, plan=replace(planned.plan, ranks=ranks))
     with RunRecorder(folder, planned, 0) as recorder:
         two = Process(0, 0, 2, torch.device("cpu"))
-        with StopSignals() as signals, StopOnSignal(two, signals, recorder):
+        with StopSignals() as signals, StopOnSignal(two, signals, recorder, EVERY_STEP):
             store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
             threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             store.wait(["a key that no rank sets"], timedelta(seconds=60))
@@ -390,8 +392,8 @@ def test_a_signal_while_the_cause_of_an_error_is_found_does_not_hide_it(recorder
         signals.on_first = recorder.interrupt
         with recorder:
             if has_trained:
-                with StopOnSignal(ALONE, signals, recorder) as stop:
-                    stop.on_pre_optimizer_step(None, None, None)
+                with StopOnSignal(ALONE, signals, recorder, EVERY_STEP) as stop:
+                    stop.on_pre_optimizer_step()
             raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer")
     report = run_json(folder)
     assert (report["status"], report["exit_class"]) == ("failed", 17)
@@ -424,8 +426,8 @@ def test_after_a_swallowed_interrupt_an_import_that_fails_is_a_stop_and_other_ca
     folder, (recorder, _) = recorders
     with swallowed_interrupt(recorder) as signals:
         if has_trained:
-            with StopOnSignal(ALONE, signals, recorder) as stop:
-                stop.on_pre_optimizer_step(None, None, None)
+            with StopOnSignal(ALONE, signals, recorder, EVERY_STEP) as stop:
+                stop.on_pre_optimizer_step()
         raise error
     report = run_json(folder)
     is_stop = exit_class == ExitClass.STOPPED
@@ -499,11 +501,11 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_cause(folder, caplog)
 def test_steps_that_take_long_say_that_training_goes_on(caplog, monkeypatch):
     monkeypatch.setattr("sft_play.progress.EVERY_SECONDS", 0.05)
     caplog.set_level("INFO")
-    state = TrainerState(max_steps=9)
+    state = State(max_steps=9)
     with contextlib.closing(Progress(ALONE)) as progress:
-        progress.on_step_begin(None, state, None)
+        progress.on_step_begin(state, None)
         time.sleep(0.2)
-        progress.on_step_end(None, state, None)
+        progress.on_step_end(state, None)
         said = caplog.text.count("computing the first step: 0/9 steps")
         time.sleep(0.2)
     assert said >= 2 and caplog.text.count("computing the first step") == said

@@ -41,7 +41,7 @@ def test_a_tracker_gets_more_of_a_loss_and_stays_open_for_the_scores_after_train
     details = LogDetails({"gpu/0/watts": 400.0}, ())
     trackers.on_log(None, None, None, logs={"loss": 1.5}, details=details)
     trackers.on_train_end(None, None, None)
-    trackers.on_log(None, None, None, logs={"test_loss": 0.5})
+    trackers.on_log(None, None, None, logs={"test_loss": 0.5}, details=LogDetails())
     assert not tracker.has_ended
     trackers.close()
     assert tracker.has_ended
@@ -102,7 +102,8 @@ class Launch:
         state, control = TrainerState(), TrainerControl()
         trackers.on_train_begin(arguments, state, control, model=None)
         for state.global_step in steps:
-            trackers.on_log(arguments, state, control, logs={"loss": 1 / state.global_step})
+            logs = {"loss": 1 / state.global_step}
+            trackers.on_log(arguments, state, control, logs=logs, details=LogDetails())
         trackers.on_train_end(arguments, state, control)
         trackers.close()
         if "wandb" in sys.modules:

@@ -11,13 +11,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from sft_play.config.metrics import is_higher_better
 from sft_play.config.schema import TrainSection
 from sft_play.errors import ConfigError, DivergedError
 from sft_play.models.sharding import trains_sharded
 from sft_play.runs.report import BestCheckpoint
+from sft_play.training.state import Control, State
 
 logger = logging.getLogger(__name__)
 
@@ -167,14 +167,14 @@ class LossWatch:
         )
 
 
-class EarlyStopping(TrainerCallback):
+class EarlyStopping:
     """Ends training after `patience` evaluations in a row without a better score."""
 
     def __init__(self, metric: str, patience: int):
         self.metric = metric
         self.patience = patience
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, state: State, control: Control, **_: Any) -> None:
         """End training after `patience` evaluations without a better score."""
         since = evaluations_since_best(state.log_history, self.metric)
         if since < self.patience:

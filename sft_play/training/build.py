@@ -64,13 +64,14 @@ def build_loop(
         flops_of = functools.partial(step_flops, step.model, step.active_adapter_weights)
     step_log = StepLog(speed, context.memory, flops_of, flops, mean_gpus)
     order = StepSampler(data.train.lengths, layout, config.epoch_seed, data.row_ends)
-    events = Events(arguments, model, tokenizer)
+    engine = Engine(model, arguments, process, config, tokenizer)
+    events = Events(engine)
     events.add(speed)
     metric = metric_of(config.train)
     if config.train.early_stopping_patience is not None:
         events.add(EarlyStopping(metric, config.train.early_stopping_patience))
     loop = TrainingLoop(
-        engine=Engine(model, arguments, process, config, tokenizer),
+        engine=engine,
         loss=StepLoss(model, sharing_ranks(context, data, model), router_loss_of(model, config)),
         rows=TrainRows(data.train),
         collator=build_collator(context, tokenizer, model, data.train.has_images),

@@ -15,6 +15,7 @@ from sft_play.process import Process
 from sft_play.progress import Stage, say, watched_stage
 from sft_play.runs.report import logged_losses, logged_scores
 from sft_play.training.checks import modes_restored
+from sft_play.training.state import Control, State
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class EvalSpeedCallback(TrainerCallback):
         self._began = None  # later evaluations do not belong to training
 
 
-class Progress(TrainerCallback):
+class Progress:
     """Says one line for each log, and how far training is; on a terminal, a bar shows it, too.
 
     Only the main rank does. From the first step until `close`, lines are at most some EVERY_SECONDS
@@ -99,7 +100,7 @@ class Progress(TrainerCallback):
         """Say nothing more."""
         self._watch.close()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, state: State, control: Control) -> None:
         """Draw the bar, on a terminal."""
         if self.is_shown and sys.stdout.isatty():
             self.bar = tqdm(
@@ -111,22 +112,20 @@ class Progress(TrainerCallback):
                 leave=False,
             )
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, state: State, control: Control) -> None:
         if self.stage is None:
             compiling = ", for which kernels may be compiled" if self.compiles else ""
             title = f"computing the first step{compiling}"
             self.stage = Stage(title, state.max_steps, "steps", done=state.global_step)
             self._watch.enter_context(watched_stage(self.stage, self.is_shown))
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, state: State, control: Control) -> None:
         self.stage.title = "training"
         self.stage.advance(1)
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
-    ) -> None:
+    def on_log(self, state: State, control: Control, logs: dict[str, float], **_: Any) -> None:
         """Say a log."""
         has_loss = "loss" in logs or "eval_loss" in logs
         if not self.is_shown or not has_loss:
@@ -139,7 +138,7 @@ class Progress(TrainerCallback):
             facts += f" tokens_per_second={logs['tokens_per_second']:.0f}"
         say(f"step {state.global_step}/{state.max_steps} {facts}")
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, *_: Any) -> None:
         self.close()
         if self.bar is not None:
             self.bar.close()

@@ -27,9 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainerState
 from transformers.integrations import deepspeed_load_checkpoint, is_deepspeed_zero3_enabled
-from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import safe_globals
 
 from sft_play.config.schema import TrainSection
@@ -39,36 +38,39 @@ from sft_play.models.load import load_trained
 from sft_play.models.sharding import full_state_dict
 from sft_play.process import Process
 from sft_play.runs import checkpoints, seal, stamp
-from sft_play.runs.checkpoints import STAGING
+from sft_play.runs.checkpoints import STAGING, TRAINER_STATE
 from sft_play.runs.files import rename, share
 from sft_play.runs.report import BestCheckpoint
 from sft_play.runs.resumed import DIVIDED_OPTIMIZER
 from sft_play.training.best import best_step, metric_of, scores_by_step
 from sft_play.training.checks import check_finite, check_finite_optimizer
 from sft_play.training.engine import Engine, apply_schedule
+from sft_play.training.events import Events
+from sft_play.training.state import State
 
 logger = logging.getLogger(__name__)
 
 
-def checkpoint_folder(engine: Engine, state: TrainerState) -> Path:
-    """Return the folder of the checkpoint of this step."""
-    return Path(engine.args.output_dir) / f"checkpoint-{state.global_step}"
+def checkpoint_folder(engine: Engine, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
+    return Path(engine.args.output_dir) / f"checkpoint-{step}"
 
 
 def save_checkpoint(
-    engine: Engine, state: TrainerState, run_stamp: stamp.Stamp, best_metric: str
+    engine: Engine, events: Events, run_stamp: stamp.Stamp, best_metric: str
 ) -> Path:
     """Publish checkpoint-N of this step, remove old ones, and return its folder."""
-    process, step = engine.process, state.global_step
+    process, state = engine.process, events.state
+    step = state.global_step
     check_finite(engine.model, step)
     check_finite_optimizer(engine.optimizer, step)
-    target = checkpoint_folder(engine, state)
+    target = checkpoint_folder(engine, step)
     with published(target, process, replace(run_stamp, global_step=step)) as staged:
         write_weights(engine, staged)
         write_optimizer(engine, staged)
         torch.save(read_generators(), staged / _random_state_name(process))
         if process.is_main:
-            state.save_to_json(str(staged / TRAINER_STATE_NAME))
+            events.write_state(staged / TRAINER_STATE)
     if process.is_main:
         best = best_step(state.log_history, best_metric)
         checkpoints.rotate(target.parent, engine.args.save_total_limit, best)
@@ -76,7 +78,7 @@ def save_checkpoint(
     return target
 
 
-def take_best(engine: Engine, state: TrainerState, train: TrainSection) -> BestCheckpoint | None:
+def take_best(engine: Engine, state: State, train: TrainSection) -> BestCheckpoint | None:
     """Load the weights of the best checkpoint into the model, and return which one it is.
 
     Return None if this is not requested, or if no checkpoint was scored. Every rank must call it.
@@ -89,7 +91,7 @@ def take_best(engine: Engine, state: TrainerState, train: TrainSection) -> BestC
     found = BestCheckpoint(step, metric, scores_by_step(history, metric)[step])
     if step == state.global_step:
         return found
-    checkpoint = Path(engine.args.output_dir) / f"checkpoint-{step}"
+    checkpoint = checkpoint_folder(engine, step)
     damage = seal.find_damage(checkpoint) if engine.process.local_rank == 0 else None
     if engine.process.max(int(damage is not None)):
         if damage is not None:

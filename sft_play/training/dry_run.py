@@ -177,8 +177,7 @@ def step_without_change(optimizer: torch.optim.Optimizer) -> None:
     negative zero. Weight decay is off: its fused multiplication could make that zero positive.
     """
     groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    torch._foreach_zero_([p.grad for p in parameters if p.grad is not None])
+    optimizer.zero_grad(set_to_none=False)
     decays = [group["weight_decay"] for group in groups]
     try:
         for group in groups:
@@ -216,8 +215,9 @@ def _read_in_place(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     seen: set[Tensor] = set()  # tied tensors count once
     for prefix, module in model.named_modules():
         bring_layer_of(module, base)
-        for name, tensor in chain(module._parameters.items(), module._buffers.items()):
-            if tensor is not None and tensor not in seen:
+        named = chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+        for name, tensor in named:
+            if tensor not in seen:
                 seen.add(tensor)
                 yield f"{prefix}.{name}", tensor
 
@@ -232,14 +232,13 @@ def _modules_kept(model: nn.Module) -> Iterator[None]:
     states = []
     for module in model.modules():
         values = {name: value for name, value in vars(module).items() if isinstance(value, plain)}
-        buffers = module._buffers.items()
-        copies = [(name, own, own.clone()) for name, own in buffers if own is not None]
+        copies = [(name, own, own.clone()) for name, own in module.named_buffers(recurse=False)]
         states.append((module, values, copies))
     yield
     for module, values, copies in states:
         vars(module).update(values)
         for name, own, content in copies:
-            module._buffers[name] = own.copy_(content)
+            setattr(module, name, own.copy_(content))
 
 
 def _drop_reduced_gradients(optimizer: Any) -> None:

@@ -70,7 +70,7 @@ class Engine:
         self.process = process
         self.tokenizer = tokenizer
         self.config = config
-        self.accelerator = create_accelerator(model, args)
+        self.accelerator = create_accelerator(args)
         self.wrapped: Any = model
         self.optimizer: Any = None
         self.lr_scheduler: Any = None
@@ -269,7 +269,7 @@ def set_group_rate(optimizer: Optimizer, chosen: set[int], factor: float) -> Non
         optimizer.add_param_group({**options, "params": own, "lr": factor * group["lr"]})
 
 
-def create_accelerator(model: PreTrainedModel, args: TrainingArguments) -> Accelerator:
+def create_accelerator(args: TrainingArguments) -> Accelerator:
     """Return accelerate's object for the process group that was joined."""
     # a view saves one copy of the gradients
     ddp = DistributedDataParallelKwargs(

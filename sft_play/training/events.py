@@ -1,26 +1,21 @@
-"""Report the events of a run to its callbacks in order.
+"""Report the events of a run to its callbacks in order: ours, trackers and users' callbacks.
 
-They have transformers' API: a callback gets the arguments, state and control, and the model,
-optimizer, schedule and data loader by name.
+Trackers and users' callbacks are transformers' TrainerCallbacks. Only this module converts the
+state of the loop for them, and for trainer_state.json.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from torch import nn
-from transformers import (
-    DefaultFlowCallback,
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
-from transformers.trainer_callback import CallbackHandler
+from torch.utils.data import DataLoader
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.evaluation.scores import GenerationScores, Question
 from sft_play.runs.metrics import GpuSample, SampleAnswer
+from sft_play.training.engine import Engine
+from sft_play.training.state import Control, State
 
 
 @dataclass(frozen=True)
@@ -50,30 +45,74 @@ def sample_answers(
 
 
 class Events:
-    """The callbacks of a run, with the state that they read and the control that they set."""
+    """The callbacks of a run, with the state that they read and the control that they set.
 
-    def __init__(
-        self,
-        arguments: TrainingArguments,
-        model: nn.Module | None = None,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-    ):
-        self.arguments = arguments
-        self.control = TrainerControl()
-        self.state = TrainerState()
-        self.handler = CallbackHandler([DefaultFlowCallback()], model, tokenizer, None, None)
+    A callback has methods with the names of transformers' events, such as
+    `on_step_end(state, control)`; `on_log` also gets `logs` and `details`, and `on_evaluate` gets
+    `metrics`. A TrainerCallback gets what transformers' Trainer would pass.
+    """
 
-    def add(self, *callbacks: TrainerCallback) -> None:
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.callbacks: list[Any] = []
+        self.state = State()
+        self.control = Control()
+        self.loader: DataLoader | None = None  # of the training rows
+        # one of each: a TrainerCallback may keep them
+        self._trainer_state = TrainerState(total_flos=0.0)
+        self._trainer_control = TrainerControl()
+
+    def start(self, state: State, loader: DataLoader) -> None:
+        """Report this state and this loader from now on."""
+        self.state = state
+        self.loader = loader
+
+    def add(self, *callbacks: Any) -> None:
         """Report to these callbacks, after those that were added before."""
-        self.handler.callbacks += callbacks
+        self.callbacks += callbacks
 
     def call(self, event: str, **values: Any) -> None:
         """Report an event; `control` contains what callbacks request."""
-        report = getattr(self.handler, event)
-        self.control = report(self.arguments, self.state, self.control, **values)
+        for callback in self.callbacks:
+            if isinstance(callback, TrainerCallback):
+                self._call_as_trainer(getattr(callback, event), values)
+            elif hasattr(callback, event):
+                getattr(callback, event)(self.state, self.control, **values)
 
+    def write_state(self, path: Path) -> None:
+        """Write trainer_state.json, which transformers' Trainer can read, too."""
+        self._convert_state()
+        requests = self._trainer_control.state()
+        self.state.stateful_callbacks[TrainerControl.__name__] = requests
+        self._trainer_state.save_to_json(str(path))
 
-def stop_training(control: TrainerControl) -> None:
-    """Request to end training after this step, without the actions at the end of an epoch."""
-    control.should_training_stop = True
-    control.should_epoch_stop = True
+    def _call_as_trainer(self, report: Callable[..., Any], values: dict[str, Any]) -> None:
+        """Call a method of a TrainerCallback as transformers' Trainer does."""
+        engine, control = self.engine, self._trainer_control
+        self._convert_state()
+        returned = report(
+            engine.args,
+            self._trainer_state,
+            control,
+            model=engine.model,
+            processing_class=engine.tokenizer,
+            optimizer=engine.optimizer,
+            lr_scheduler=engine.lr_scheduler,
+            train_dataloader=self.loader,
+            eval_dataloader=None,
+            **values,
+        )
+        vars(self.control).update(vars(returned or control))
+
+    def _convert_state(self) -> None:
+        """Copy state and control to transformers' objects."""
+        args, process = self.engine.args, self.engine.process
+        vars(self._trainer_control).update(vars(self.control))
+        vars(self._trainer_state).update(
+            vars(self.state),
+            eval_steps=args.eval_steps or TrainerState.eval_steps,
+            save_steps=args.save_steps,
+            train_batch_size=args.per_device_train_batch_size,
+            is_local_process_zero=process.local_rank == 0,
+            is_world_process_zero=process.is_main,
+        )

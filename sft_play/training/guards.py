@@ -81,14 +81,14 @@ class StepGuard:
         `losses` are those of the step's micro-batches. Returns a tensor on the device: whether the
         step counts.
         """
-        device = engine.args.device
+        device = self.process.device
         norm = torch.as_tensor(norm, dtype=torch.float32, device=device).reshape(())
         values = torch.stack([norm, *(loss.float() for loss in losses)])
         is_finite = torch.isfinite(norm)
         is_bad: bool | None = None
         was_applied = False
         optimizer = engine.torch_optimizer
-        if engine.args.fp16:
+        if engine.config.train.fp16:
             # a norm that overflows is handled by the loss scaler, which waits for each step, too
             is_bad = bool(self.process.max(int(not torch.isfinite(values[1:]).all())))
             is_finite = torch.tensor(not is_bad, device=device)

@@ -82,9 +82,9 @@ class HeldOutEvaluation:
 
     def limit_evaluations(self) -> None:
         """Choose the validation rows that are scored during training."""
-        args, state = self.loop.engine.args, self.loop.state
-        count = {"epoch": state.num_train_epochs, "steps": state.max_steps // state.eval_steps}
-        if count := count.get(args.eval_strategy):
+        train, state = self.loop.settings, self.loop.state
+        count = {"epoch": state.num_train_epochs, "steps": state.max_steps // train.eval_steps}
+        if count := count.get(train.eval_strategy):
             self.limit("evaluations during training", self.loop.evaluator, count)
 
     def limit(self, title: str, evaluator: Evaluator, count: int = 1) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 from accelerate import skip_first_batches
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import TrainerControl, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME, align_special_tokens
+from transformers.trainer import align_special_tokens
 from transformers.trainer_utils import speed_metrics
 
 from sft_play import stops
@@ -28,6 +27,8 @@ from sft_play.data.order import StepSampler
 from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.runs import stamp
+from sft_play.runs.checkpoints import TRAINER_STATE
+from sft_play.runs.files import read_json
 from sft_play.training.batches import StepLoss, collate_for_step
 from sft_play.training.best import LossWatch
 from sft_play.training.checkpoints import (
@@ -39,15 +40,10 @@ from sft_play.training.checkpoints import (
     save_checkpoint,
 )
 from sft_play.training.engine import Engine
-from sft_play.training.events import (
-    NO_DETAILS,
-    Events,
-    LogDetails,
-    sample_answers,
-    stop_training,
-)
+from sft_play.training.events import NO_DETAILS, Events, LogDetails, sample_answers
 from sft_play.training.experts import ExpertUse
 from sft_play.training.guards import GUARDS, GradientWatch, StepGuard, WeightChangeCheck
+from sft_play.training.state import Control, State
 from sft_play.training.step_log import StepLog
 
 LEAST_LOGS = 20  # of a run, unless it has fewer steps
@@ -82,17 +78,17 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         # the types as loaded: DeepSpeed casts the trained weights
         self.stamp = replace(self.stamp, dtypes=dtypes_of(self.engine.model))
-        self.logs_often = self.engine.config.train.logging_steps == "auto"
+        self.settings = self.engine.config.train
         self.process = self.engine.process
         self.memory = self.step_log.memory
         self.speed = self.step_log.evaluations
 
     @property
-    def state(self) -> TrainerState:
+    def state(self) -> State:
         return self.events.state
 
     @property
-    def control(self) -> TrainerControl:
+    def control(self) -> Control:
         return self.events.control
 
     def start(self, checkpoint: Path | None = None) -> None:
@@ -100,7 +96,7 @@ class TrainingLoop:
 
         Raises: CheckpointError if the checkpoint is after the schedule's last step; DivergedError.
         """
-        engine, handler = self.engine, self.events.handler
+        engine = self.engine
         self.checkpoint = checkpoint
         self.loader = self.create_loader()
         self.steps_per_epoch = len(self.loader) // self.order.layout.micro_batches
@@ -112,21 +108,19 @@ class TrainingLoop:
             load_trained_weights(engine, checkpoint)
             load_optimizer(engine, checkpoint)
         engine.wrapped.zero_grad()
-        handler.train_dataloader = self.loader
-        handler.optimizer, handler.lr_scheduler = engine.optimizer, engine.lr_scheduler
         self.step_log.reset(self.state.global_step)
-        guards = self.state.stateful_callbacks.get(GUARDS, {})
-        self.movement = WeightChangeCheck(
-            engine.model, self.process, guards.get("has_moved", False)
-        )
+        has_moved = self.state.stateful_callbacks.get(GUARDS, {}).get("has_moved", False)
+        self.movement = WeightChangeCheck(engine.model, self.process, has_moved)
 
     def train(self) -> None:
         """Train to the last step of the schedule, after `start`."""
         state, steps_per_epoch = self.state, self.steps_per_epoch
         started = time.time()
         first_step = state.global_step
+        self.control.should_training_stop = False
         self.events.call("on_train_begin")
         for epoch in range(first_step // steps_per_epoch, state.num_train_epochs):
+            self.control.should_epoch_stop = False
             self.events.call("on_epoch_begin")
             if state.global_step >= state.max_steps or self.control.should_training_stop:
                 break  # resumed after the last step
@@ -135,25 +129,22 @@ class TrainingLoop:
                 break
         if state.global_step >= state.max_steps > first_step:
             steps = state.max_steps - first_step
-            self.movement.raise_if_unmoved(steps, self.engine.args.learning_rate)
+            self.movement.raise_if_unmoved(steps, self.settings.learning_rate)
         samples = math.ceil(len(self.rows) * state.max_steps / steps_per_epoch)
         logs = speed_metrics("train", started, num_samples=samples, num_steps=state.max_steps)
-        logs["total_flos"] = state.total_flos
+        logs["total_flos"] = 0.0  # as in trainer_state.json: not counted
         logs["train_loss"] = self.step_log.total_loss() / max(state.global_step, 0.001)
         self.log(logs)
         self.events.call("on_train_end")
 
     def start_state(self) -> None:
         """Initialize the state of the run, or read a checkpoint's, including that of the guards."""
-        args, process, checkpoint = self.engine.args, self.process, self.checkpoint
-        steps = args.max_steps
-        if steps <= 0:
-            steps = math.ceil(args.num_train_epochs * self.steps_per_epoch)
-        if checkpoint is None:
-            state = TrainerState(stateful_callbacks=[self.control], total_flos=0.0)
-            state.train_batch_size = args.per_device_train_batch_size
-        else:
-            state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        train, checkpoint = self.settings, self.checkpoint
+        steps = train.max_steps or math.ceil(train.epochs * self.steps_per_epoch)
+        state = State()
+        if checkpoint is not None:
+            saved = read_json(checkpoint / TRAINER_STATE)
+            state = State(**{name: saved[name] for name in vars(state)})
             if state.global_step > steps:
                 raise CheckpointError(
                     f"the checkpoint has taken {state.global_step} steps, and this schedule ends "
@@ -163,33 +154,30 @@ class TrainingLoop:
             guards = state.stateful_callbacks.get(GUARDS, {})
             self.guard.skipped += guards.get("skipped_steps", [])
             self.loss_watch.replay(state.log_history)
-        # a resumed state has the logging and saving intervals of the run that wrote it; use ours
-        state.compute_steps(args, steps)
-        if self.logs_often:
-            state.logging_steps = min(state.logging_steps, max(1, steps // LEAST_LOGS))
         state.max_steps = steps
         state.num_train_epochs = math.ceil(steps / self.steps_per_epoch)
-        state.is_local_process_zero = process.local_rank == 0
-        state.is_world_process_zero = process.is_main
-        self.events.state = state
+        state.logging_steps = self.engine.args.logging_steps
+        if train.logging_steps == "auto":
+            state.logging_steps = min(state.logging_steps, max(1, steps // LEAST_LOGS))
+        self.events.start(state, self.loader)
 
     def create_loader(self) -> DataLoader:
         """Return the loader of this rank's micro-batches: accelerate shards `order`."""
-        args, part = self.engine.args, self.loss.context and self.loss.context.part
+        train, part = self.settings, self.loss.context and self.loss.context.part
         loader = DataLoader(
             self.rows,
             batch_sampler=self.order,
             collate_fn=functools.partial(collate_for_step, self.collator, part=part),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_num_workers > 0,
+            num_workers=train.loader_processes,
+            pin_memory=self.engine.args.dataloader_pin_memory,
+            persistent_workers=train.loader_processes > 0,
             worker_init_fn=stops.leave_to_parent,
         )
         return self.engine.accelerator.prepare(loader)
 
     def train_epoch(self, epoch: int) -> None:
         """Run the steps of an epoch; if it is resumed, the remaining steps."""
-        steps = self.steps_per_epoch
+        control, steps = self.control, self.steps_per_epoch
         first = self.state.global_step - epoch * steps
         loader, checkpoint = self.loader, self.checkpoint
         self.checkpoint = None  # it is read once
@@ -202,14 +190,17 @@ class TrainingLoop:
         batches = iter(loader)
         self.engine.start_epoch()
         for step in range(first, steps):
+            control.should_log = control.should_evaluate = control.should_save = False
             self.events.call("on_step_begin")
             micro_batches = self.fetch(batches)
             if step == first > 0 and checkpoint is not None:
                 load_random_state(self.process, checkpoint)  # after the skipped rows were read
             self.train_step(micro_batches, epoch + (step + 1) / steps)
-            if self.control.should_training_stop:
+            if control.should_training_stop:
                 break
-        if not self.control.should_epoch_stop:  # otherwise the schedule decides when the run ends
+        if not control.should_epoch_stop:  # otherwise the schedule decides when the run ends
+            control.should_evaluate |= self.settings.eval_strategy == "epoch"
+            control.should_save |= self.settings.save_strategy == "epoch"
             self.events.call("on_epoch_end")
             self.evaluate_and_save()
 
@@ -248,10 +239,8 @@ class TrainingLoop:
         engine.end_step()
         state.global_step = step
         state.epoch = epochs
+        self.control.request_scheduled(state, self.settings)
         self.events.call("on_step_end")
-        logs_first = self.logs_often or state.max_steps < state.logging_steps
-        if step == state.max_steps or (step == 1 and logs_first):
-            self.control.should_log = True
         if not self.stop_if_diverged() and self.control.should_log:
             self.log_steps(norm, rate)
         self.evaluate_and_save()
@@ -270,7 +259,7 @@ class TrainingLoop:
             engine.wrapped.train()  # visits every module: some 3,600 of 48 layers with adapters
         self.memory.enter("forward")
         with waiting:
-            batch = batch.to(engine.args.device, non_blocking=True)
+            batch = batch.to(self.process.device, non_blocking=True)
             loss = self.compute_loss(batch, labelled_tokens)
             self.step_log.add_loss(loss.detach(), batch.loss.total_weight / labelled_tokens)
             del batch
@@ -282,7 +271,7 @@ class TrainingLoop:
         """Return a micro-batch's share of the step's mean loss, times the number of ranks."""
         loss = self.loss.compute(self.engine.wrapped, batch, labelled_tokens)
         # for a model placed on several GPUs, it is on the GPU of the output head
-        return (loss * self.process.world_size).to(self.engine.args.device)
+        return (loss * self.process.world_size).to(self.process.device)
 
     def stop_if_diverged(self, keeps_last: bool = True) -> bool:
         """End training if a step so far has diverged; return whether one has.
@@ -292,12 +281,12 @@ class TrainingLoop:
         Raises: DivergedError, on every rank, unless the best weights are published instead.
         """
         try:
-            self.guard.flush(self.engine.args.learning_rate, keeps_last)
+            self.guard.flush(self.settings.learning_rate, keeps_last)
         except DivergedError as error:
             self.loss_watch.diverge(error, self.state.global_step)
         has_diverged = self.loss_watch.diverged is not None
         if has_diverged:
-            stop_training(self.control)
+            self.control.stop_training()
         return has_diverged
 
     def log_steps(self, norm: Tensor | float, rate: float) -> None:
@@ -323,9 +312,9 @@ class TrainingLoop:
     def log(self, logs: dict[str, float], details: LogDetails = NO_DETAILS) -> None:
         """Log. Raises: DivergedError, on every rank, if the run has diverged."""
         logs = self.without_diverged(logs)
-        if self.state.epoch is not None:
-            logs["epoch"] = self.state.epoch
+        logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control.should_log = False
         self.events.call("on_log", logs=logs, details=details)
 
     def without_diverged(self, logs: dict[str, float]) -> dict[str, float]:
@@ -342,6 +331,7 @@ class TrainingLoop:
             self.evaluate()
         if self.control.should_save:
             self.save_checkpoint()
+            self.control.should_save = False
             self.events.call("on_save")
 
     def score(self, evaluator: Evaluator) -> Scores:
@@ -367,6 +357,7 @@ class TrainingLoop:
             for name, value in scores.as_metrics().items():
                 metrics[f"eval_{name.removeprefix('eval_')}"] = value
             self.log_scores("validation", self.evaluator, scores, metrics)
+        self.control.should_evaluate = False
         self.events.call("on_evaluate", metrics=metrics)
 
     def save_checkpoint(self) -> None:
@@ -374,19 +365,17 @@ class TrainingLoop:
         if self.stop_if_diverged(keeps_last=False):
             return
         started = time.perf_counter()
-        control = self.control
         with self.memory.phase("save"):
-            self.state.stateful_callbacks[type(control).__name__] = control.state()
             self.state.stateful_callbacks[GUARDS] = {
                 "skipped_steps": self.guard.skipped,
                 "has_moved": self.movement.has_moved(),
             }
-            folder = save_checkpoint(self.engine, self.state, self.stamp, self.best_metric)
+            folder = save_checkpoint(self.engine, self.events, self.stamp, self.best_metric)
         self.step_log.save_seconds += time.perf_counter() - started
         self.report_saved(folder)
 
     def save_now(self) -> None:
         """Save a checkpoint of this step, unless there is one. Every rank must call it."""
-        folder = checkpoint_folder(self.engine, self.state)
+        folder = checkpoint_folder(self.engine, self.state.global_step)
         if self.process.min(int(folder.is_dir())) == 0:
             self.save_checkpoint()

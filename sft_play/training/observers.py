@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 from torch.profiler import profile, schedule
-from transformers import TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from sft_play.plan.devices import NvmlUnavailable, sample_gpus
 from sft_play.process import Process
@@ -25,7 +25,8 @@ from sft_play.runs import metrics
 from sft_play.runs.files import rename
 from sft_play.runs.metrics import GpuSample, MetricsLine
 from sft_play.training.context import RunContext
-from sft_play.training.events import NO_DETAILS, LogDetails
+from sft_play.training.events import LogDetails
+from sft_play.training.state import Control, State
 from sft_play.training.trackers import Trackers
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 5.0  # between two heartbeats
 
 
-class MetricsFile(TrainerCallback):
+class MetricsFile:
     """Appends each log and, every BEAT_SECONDS, the step and the load of the GPUs.
 
     The heartbeats come from a thread until `stop`: they continue during evaluations and while a
@@ -47,7 +48,7 @@ class MetricsFile(TrainerCallback):
     ):
         self.path = path
         self.latest_gpus = latest_gpus  # of this machine
-        self._state: Any = None  # the loop's, from the start of training on
+        self._state = State()  # the loop's, from the start of training on
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -55,7 +56,7 @@ class MetricsFile(TrainerCallback):
         """Stop the heartbeats."""
         self._ended.set()
 
-    def start(self, state: TrainerState) -> None:
+    def start(self, state: State) -> None:
         """Drop the lines of steps that will run again, and start writing."""
         if self.path is None:
             return
@@ -68,9 +69,7 @@ class MetricsFile(TrainerCallback):
         self._append(gpus=())
         threading.Thread(target=self._beat, name="metrics", daemon=True).start()
 
-    def on_log(
-        self, *_: Any, logs: dict[str, float], details: LogDetails = NO_DETAILS, **__: Any
-    ) -> None:
+    def on_log(self, *_: Any, logs: dict[str, float], details: LogDetails) -> None:
         """Write a line for a log, after one for the answers of an evaluation."""
         if self.path is None:
             return
@@ -188,7 +187,7 @@ def _mean(samples: Sequence[GpuSample]) -> GpuSample:
 FIRST_STEP = 6  # kernels are chosen and compiled in earlier steps
 
 
-class StepTrace(TrainerCallback):
+class StepTrace:
     """Records `steps` steps of this process from FIRST_STEP on; 0 records nothing."""
 
     def __init__(self, path: Path, steps: int):
@@ -197,17 +196,17 @@ class StepTrace(TrainerCallback):
         cycle = schedule(skip_first=FIRST_STEP - 2, wait=0, warmup=1, active=steps or 1, repeat=1)
         self.profiler = profile(schedule=cycle, on_trace_ready=self._write) if steps else None
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: Any) -> None:
         """Start the profiler; it records nothing before FIRST_STEP."""
         if self.profiler is not None:
             self.profiler.start()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(self, *_: Any) -> None:
         """Count a step."""
         if self.profiler is not None:
             self.profiler.step()
 
-    def on_train_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+    def on_train_end(self, state: State, control: Control) -> None:
         """Write the steps that were recorded, and warn if there are none."""
         profiler, self.profiler = self.profiler, None
         if profiler is None:

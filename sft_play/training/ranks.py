@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import distributed
-from transformers import TrainerCallback
 
 from sft_play import stops
 from sft_play.errors import ExitClass
@@ -31,6 +30,7 @@ from sft_play.training import peers, runtime
 from sft_play.training.context import RunContext
 from sft_play.training.preflight import deadline
 from sft_play.training.recorder import RunRecorder
+from sft_play.training.state import Control, State
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class Peer(NamedTuple):
         return self.process.is_alive() is False
 
 
-class RankWatch(TrainerCallback):
+class RankWatch:
     """Calls `give_up(cause)` in a thread if a rank has ended, sends no heartbeat or hangs.
 
     One thread increments this rank's key in the process group's store and reads the other
@@ -257,20 +257,20 @@ class RankWatch(TrainerCallback):
                 os.kill(peer.process.pid, SHOW_STACKS)
                 os.kill(peer.process.pid, signal.SIGCONT)
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, *_: Any) -> None:
         """Start the clock of a step, which first waits for its rows."""
         self._in_step = 0.0
         self._is_in_step = self._step_began is not None  # not in the first step, which compiles
         self._step_began = time.monotonic()
 
-    def on_substep_end(self, *_: Any, **__: Any) -> None:
+    def on_substep_end(self, *_: Any) -> None:
         self._in_step = 0.0
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, state: State, control: Control) -> None:
         if self._is_in_step:
             seconds = time.monotonic() - self._step_began
             self._slowest_step = max(self._slowest_step, seconds)
-        self._is_in_step = control.should_log  # logging waits for the rest of the GPU's work
+            self._is_in_step = control.should_log  # logging waits for the rest of the GPU's work
 
     def on_log(self, *_: Any, **__: Any) -> None:
         self._is_in_step = False

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback
 
 from sft_play.runs.metrics import GpuSample
 from sft_play.training.callbacks import EvalSpeedCallback
@@ -62,7 +61,7 @@ class LoggedSteps:
     details: LogDetails
 
 
-class StepLog(TrainerCallback):
+class StepLog:
     """Measures the steps of this rank, and collects what the ranks measured at each log of a loss.
 
     Tokens per second count after the first step, which compiles and allocates. `tokens` is the
@@ -113,15 +112,15 @@ class StepLog(TrainerCallback):
         """Return the time in seconds, excluding evaluations and saves."""
         return time.perf_counter() - self.evaluations.seconds - self.save_seconds
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: Any) -> None:
         self._started_at = self.clock()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(self, *_: Any) -> None:
         if self._first_step is None:
             self._first_step = self._mark()
             self.first_step_seconds = self._first_step.seconds - self._started_at
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, *_: Any) -> None:
         self._last_step = self._mark()
 
     def _mark(self) -> Work:

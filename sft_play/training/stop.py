@@ -6,17 +6,17 @@ import select
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from transformers import TrainerCallback
 
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.process import Process
 from sft_play.stops import BY_USER, REPEAT_SECONDS, STOPPING, StopSignals
 from sft_play.training import peers
-from sft_play.training.events import stop_training
 from sft_play.training.recorder import RunRecorder
+from sft_play.training.state import Control, State
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 STUCK_SECONDS = 20.0
 
 
-class StopOnSignal(TrainerCallback):
+class StopOnSignal:
     """Ends the run on a stop signal after the current step, or after `last_step_of`.
 
     Either way it saves a checkpoint.
@@ -35,7 +35,13 @@ class StopOnSignal(TrainerCallback):
     signal from the user ends the run at once. All of this applies inside this object's context.
     """
 
-    def __init__(self, process: Process, signals: StopSignals, recorder: RunRecorder):
+    def __init__(
+        self,
+        process: Process,
+        signals: StopSignals,
+        recorder: RunRecorder,
+        last_step_of: Callable[[int], int],
+    ):
         self.process = process
         self.signals = signals
         self.recorder = recorder
@@ -43,7 +49,7 @@ class StopOnSignal(TrainerCallback):
         self.is_ending = False  # the trained weights are saved
         self.stopped = False  # on request
         self.is_paused = False  # by train.stop_after
-        self.last_step_of = every_step  # the last step of this launch, of all steps
+        self.last_step_of = last_step_of  # the last step of this launch, of all steps
         signals.on_first = self._obey
         signals.at_once = recorder.leave
 
@@ -112,7 +118,7 @@ class StopOnSignal(TrainerCallback):
         self.stopped = self.process.max(int(self.signals.requested)) > 0
         return self.stopped
 
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+    def on_pre_optimizer_step(self, *_: Any) -> None:
         if not self.has_begun:
             self.recorder.is_interrupted = False  # what swallowed it has done no harm
         self.has_begun = True
@@ -124,30 +130,25 @@ class StopOnSignal(TrainerCallback):
             return "on request"
         return "by train.stop_after" if self.is_paused else None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, state: State, control: Control) -> None:
         """End training with a checkpoint if a rank got a signal, or by train.stop_after."""
         last_step = self.last_step_of(state.max_steps)
         self.is_paused = last_step <= state.global_step < state.max_steps
         if self.is_paused or self._agreed():
-            stop_training(control)
+            control.stop_training()
             control.should_save = True
             control.should_log = True
         if self.stopped:
             control.should_evaluate = False  # the user is waiting
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_evaluate(self, state: State, control: Control, **_: Any) -> None:
         if self._agreed():
-            stop_training(control)
+            control.stop_training()
             control.should_save = True
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_save(self, state: State, control: Control) -> None:
         if self._agreed():
-            stop_training(control)
-
-
-def every_step(steps: int) -> int:
-    """Return the last step of a run that does not pause."""
-    return steps
+            control.stop_training()
 
 
 def end_children() -> None:

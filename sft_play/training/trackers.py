@@ -25,7 +25,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.metrics import SampleAnswer
 from sft_play.runs.resumed import resumed_run
 from sft_play.training.context import RunContext
-from sft_play.training.events import NO_DETAILS, LogDetails
+from sft_play.training.events import LogDetails
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,8 @@ class WandbLog(Continued, WandbCallback):
 
     def start_run(self, folder: RunFolder, earlier: str | None) -> str:
         """Continue the run of WANDB_RUN_ID, else the earlier one, or start one; return its id."""
-        wandb = self._wandb
+        import wandb
+
         given = wandb.setup().settings
         begin = partial(wandb.init, dir=str(folder.path))
         run = None
@@ -137,7 +138,7 @@ class MlflowLog(Continued, MLflowCallback):
         If the tracking server, or the store on disk, does not answer, mlflow itself would retry for
         minutes.
         """
-        mlflow = self._ml_flow
+        import mlflow
         from mlflow.environment_variables import MLFLOW_HTTP_REQUEST_MAX_RETRIES as RETRIES
         from mlflow.environment_variables import MLFLOW_RUN_ID
 
@@ -180,9 +181,18 @@ class TensorBoardLog(TensorBoardCallback):
     """
 
     def on_log(
-        self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        logs: dict[str, float],
+        details: LogDetails,
+        **kwargs: Any,
     ) -> None:
         """Write a log: names with a slash unchanged, others grouped as in transformers."""
+        if details.answers:
+            text = answers_text(details.answers)
+            self.tb_writer.add_text(f"samples/{details.rows}", text, state.global_step)
         others = dict(logs)
         for name in [name for name in others if "/" in name]:
             self.tb_writer.add_scalar(name, others.pop(name), state.global_step)
@@ -223,21 +233,11 @@ class Trackers(TrainerCallback):
             tracker.on_train_begin(*event, **facts)
 
     def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        logs: dict[str, float],
-        details: LogDetails = NO_DETAILS,
-        **facts: Any,
+        self, *event: Any, logs: dict[str, float], details: LogDetails, **facts: Any
     ) -> None:
         """Pass a log to every tracker; a log of a loss includes the values of each rank."""
-        if details.answers:
-            for board in self.boards:
-                text = answers_text(details.answers)
-                board.tb_writer.add_text(f"samples/{details.rows}", text, state.global_step)
         for tracker in self.trackers:
-            tracker.on_log(args, state, control, logs=logs | details.by_rank, **facts)
+            tracker.on_log(*event, logs=logs | details.by_rank, details=details, **facts)
 
     def on_save(self, *event: Any, **facts: Any) -> None:
         for tracker in self.trackers:

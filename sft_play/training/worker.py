@@ -82,7 +82,7 @@ def run_training(
     hf_logging.disable_progress_bar()
     memory = MemoryMeter(process, planned.plan.used_before(process.local_rank))
     context = RunContext(planned, folder, process, memory)
-    with StopOnSignal(process, signals, recorder) as stop:
+    with StopOnSignal(process, signals, recorder, context.config.train.stops_after) as stop:
         train_steps(context, recorder, stop)
 
 
@@ -120,7 +120,6 @@ def train_steps(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) 
     held_out = HeldOutEvaluation(loop, evaluator, folder, recorder)
     stop.follow(loop.evaluator, evaluator)
     loop.report_saved = recorder.note_checkpoint
-    stop.last_step_of = config.train.stops_after
     loop.events.add(observers.metrics_file, observers.trace, loop.step_log, stop)
     progress = Progress(process)
     loop.events.add(progress, observers.trackers)
