@@ -61,11 +61,12 @@ def measured_arms() -> list[tuple[str, str]]:
     """Return the measured workloads, each with the way of training it.
 
     The peers pad ragged rows in the order in which they come, which the plan's runs never do.
-    Mixtures ran with other kernels then, and not recorded.
+    Mixtures ran with other kernels then, and not recorded. Chats have no count of each step's tokens.
     """
     found = []
     for result in SPEED.results:
-        if WORKLOADS[result.workload].shape in MIXTURES:
+        workload = WORKLOADS[result.workload]
+        if workload.shape in MIXTURES or workload.answers:
             continue
         is_padded = result.arm in ("hf-best", "hf-tutorial") and "2048" in result.workload
         if result.arm == "ours-bnb" or is_padded:

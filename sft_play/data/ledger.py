@@ -337,7 +337,7 @@ def source_tables(ledger: Ledger) -> list[Table]:
             *"rows in,= used,+ dropped,tokens,lost".split(","),
         ]
         if split.epoch:
-            headings += ["rows per epoch", "share"]
+            headings += ["an epoch", "share"]
         lines: list[Line] = []
         for number, source in enumerate(split.sources):
             tally = source.tally
