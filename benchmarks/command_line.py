@@ -93,10 +93,10 @@ def run_cases(
         results,
         args.folder.resolve(),
         args.seconds,
-        args.toy,
-        args.steps,
-        args.keep,
-        compares_gpus,
+        on_cpu=args.toy,
+        steps=args.steps,
+        keep=args.keep,
+        compares_gpus=compares_gpus,
     )
     for case in cases:
         benchmark.run(case._replace(added=added_variables(args)))

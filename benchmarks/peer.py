@@ -84,10 +84,9 @@ def make_dataset(job: Job) -> Dataset:
     if job.workload.with_images:
         return Dataset.from_list(read_image_rows(job))
     samples = Samples.read(job.inputs.samples)
-    size = job.workload.rows_per_step
     order = list(range(len(samples.lengths)))
     if job.arm.is_best:
-        order.sort(key=lambda row: (row // size, -samples.lengths[row]))
+        order.sort(key=lambda row: (row // job.workload.rows_per_step, -samples.lengths[row]))
     columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     for index in order:
         ids, labelled = samples.row(index)
@@ -364,12 +363,12 @@ def run(job: Job) -> Result:
     if workload.saves and not job.is_reference:
         trainer.save_model()
     figures = found["figures"]
-    rows = (job.steps - first) * workload.rows_per_step
-    if workload.answers:
-        figures["tokens_per_row"] = Samples.read(job.inputs.samples).lengths.mean()
-        rows = figures["tokens"] / figures["tokens_per_row"]  # packed steps may have other rows
-    if workload.answers or workload.with_images:
+    if workload.with_images:
+        rows = (job.steps - first) * workload.rows_per_step
         figures["rows_per_second"] = rows / figures["seconds"]
+    if workload.answers:  # packed steps may have other rows
+        figures["tokens_per_row"] = Samples.read(job.inputs.samples).lengths.mean()
+        figures["rows_per_second"] = found["tokens_per_second"] / figures["tokens_per_row"]
     return Result(workload.name, job.arm_name, **found)
 
 
@@ -377,9 +376,8 @@ def failed_run(job: Job, error: Exception) -> Result:
     """Return the result of a run that ended with an error."""
     from benchmarks.stopwatch import is_out_of_memory
 
-    text = " ".join(str(error).split())[:300]
     status = "out of memory" if is_out_of_memory(error) else "failed"
-    cause = f"{type(error).__name__}: {text}"
+    cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return Result(job.workload_name, job.arm_name, status=status, cause=cause)
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     results = open_results(args, "planner")
     if results is None:
         return
-    benchmark = Benchmark(results, args.folder.resolve(), args.seconds, args.toy)
+    benchmark = Benchmark(results, args.folder.resolve(), args.seconds, on_cpu=args.toy)
     families = [FAMILIES[part] for part in args.parts]
     for workload in choose_workloads(args.works, families, args.toy):
         name = workload.name
