@@ -17,9 +17,16 @@ OURS, PEERS = "#1f4e79", "#b8c4d0"  # colors
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw tokens/s of the results that count, a panel for each workload. SFT-Play is dark."""
+    """Draw tokens/s of the results that count, a panel for each workload. SFT-Play is dark.
+
+    Chats are left out: each program needs other tokens for the same chat.
+    """
     order = list(WORKLOADS)
-    found = [each for each in results.results if each.counts and each.tokens_per_second]
+    found = [
+        each
+        for each in results.results
+        if each.counts and each.tokens_per_second and "tokens_per_row" not in each.figures
+    ]
     found.sort(key=lambda each: (order.index(base_name(each)), each.tokens_per_second))
     panels = {name: rows_of(results, list(group)) for name, group in groupby(found, base_name)}
     heights = [len(rows) + 1 for rows in panels.values()]
