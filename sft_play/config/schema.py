@@ -17,7 +17,7 @@ from sft_play.config.sections.base import Section
 from sft_play.config.sections.data import DataSection, SourceSection
 from sft_play.config.sections.model import LoraSection, ModelSection, TuningSection
 from sft_play.config.sections.train import TrainSection
-from sft_play.config.unknown import REMOVED
+from sft_play.config.unknown import EARLIER_NAMES, REMOVED
 
 __all__ = [
     "Config",
@@ -38,13 +38,6 @@ __all__ = [
 ]
 
 
-# Names of settings until November 2026, without their section. eval_time_budget was the share of
-# the time that eval_token_share is of the tokens.
-EARLIER_NAMES = {
-    "towers": "encoders",
-    "towers_learning_rate": "encoders_learning_rate",
-    "eval_time_budget": "eval_token_share",
-}
 FREE_TEXTS = ("data.system_prompt",)  # what they say is for the model
 
 
@@ -83,7 +76,7 @@ class Config(Section):
 def with_present_names(section: Mapping[str, Any]) -> dict[str, Any]:
     """Return a section of a run of any version, without settings that were removed since."""
     return {
-        EARLIER_NAMES.get(name, name): value
+        EARLIER_NAMES.get(name, name).rpartition(".")[2]: value
         for name, value in section.items()
         if name not in REMOVED
     }

@@ -15,9 +15,16 @@ def names_by_meaning(others: dict[str, str]) -> dict[str, str]:
     return {name: meant for meant, names in others.items() for name in names.split()}
 
 
+# Names that settings had until November 2026. eval_time_budget was the share of the time that
+# eval_token_share is of the tokens.
+EARLIER_NAMES = {
+    "towers": "tuning.encoders",
+    "towers_learning_rate": "tuning.encoders_learning_rate",
+    "eval_time_budget": "train.eval_token_share",
+}
 # A name is the last word of a dotted one, or all of it if the last word says too little.
 # The setting here that takes the same value
-SAME_SETTING = names_by_meaning(
+SAME_SETTING = EARLIER_NAMES | names_by_meaning(
     {
         # model
         "model.name": """
@@ -58,8 +65,6 @@ SAME_SETTING = names_by_meaning(
         accumulate_grad_batches grad_accumulation grad_accumulation_steps gradient_accumulation
         gradient_accumulation_steps
         """,
-        "tuning.encoders": "towers",
-        "tuning.encoders_learning_rate": "towers_learning_rate",
         "model.add_tokens": """
         add_special_tokens additional_special_tokens new_special_tokens tokens
         """,
@@ -71,7 +76,6 @@ SAME_SETTING = names_by_meaning(
         "train.optim": "optimizer optimizer_type",
         "train.max_grad_norm": "gradient_clipping grad_clip max_norm",
         "train.neftune_noise_alpha": "noisy_embedding_alpha neftune_alpha",
-        "train.eval_token_share": "eval_time_budget",
         "train.epochs": "max_epochs n_epochs num_epochs num_train_epochs",
         "train.max_steps": "max_train_steps num_steps num_training_steps",
         "train.seed": "random_seed random_state",
