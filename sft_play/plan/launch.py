@@ -161,8 +161,8 @@ def _environment(ranks: Ranks, run_folder: Path, environ: Mapping[str, str]) -> 
             "DS_ACCELERATOR": "cpu",
         }
         if "OMP_WAIT_POLICY" not in environ:
-            # Threads that spin for long slow others down: generation 60-fold on a busy machine.
-            # Short spinning stays, because it is faster on an idle machine.
+            # Threads that spin for long slow others down on a busy machine. Short spinning stays,
+            # because it is faster on an idle one.
             defaults["GOMP_SPINCOUNT"] = "20000"
     if ranks.nodes > 1 and (interface := interface_to(ranks.master_addr)):
         # gloo uses the address of the host's name, which on many clusters is a loopback address
