@@ -61,10 +61,8 @@ STOPS_OF = {
     "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),  # [1, 106, 50]
     "google-gemma-4": ("<eos>", "<turn|>", "<|tool_response>"),
     "diffusion_gemma": ("<eos>", "<turn|>", "<|tool_response>"),
-    "gemma": (
-        "<eos>",
-        "<end_of_turn>",
-    ),  # Gemma 3 [1, 106], Gemma 2 [1, 107]; Gemma 1 was not found
+    # Gemma 3 [1, 106], Gemma 2 [1, 107]; Gemma 1 was not found
+    "gemma": ("<eos>", "<end_of_turn>"),
     "llama3": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),  # [128001, 128008, 128009]
     "phi3": ("<|end|>", "<|assistant|>", "<|endoftext|>"),  # [32007, 32001, 32000]
     "nemotron_3": ("</s>", "<|im_end|>"),  # [2, 11]
