@@ -127,12 +127,13 @@ WITH_SERVER = (f"make check-server RUN=name URL={ADDRESS}",)
 WITH_LLAMA_CPP = ("make export RUN=name FORMAT=gguf QUANT=Q4_K_M",)
 # The commands of TRIED that no test runs, by the reason
 NOT_RUN = {
-    "installs, from the network": (
+    "installs or downloads, from the network": (
         "git clone <address of this repository> sft-play && cd sft-play",
         "make install",
         "make install TORCH=cpu",
         "make install TRANSFORMERS=newest",
         "make install TRANSFORMERS=5.24.0",
+        "make train MODEL_NAME=HuggingFaceTB/SmolLM2-135M-Instruct TRAIN_MAX_STEPS=10",
         "make test-newest",
         "make install TORCH=cu126",
         "make install TORCH=cu130",
