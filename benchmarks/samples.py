@@ -166,4 +166,7 @@ def _tokenize(workload: Workload, inputs: Inputs) -> Samples:
         },
     )
     (store,) = build_run_data(config, load_tokenizer(config)).train.stores
-    return Samples(np.array(store.ids), np.array(store.trained), np.array(store.lengths))
+    samples = list(map(store.__getitem__, range(len(store))))
+    labels = np.concatenate([sample.labels for sample in samples])
+    ids = np.concatenate([sample.ids for sample in samples])
+    return Samples(ids, labels >= 0, np.array(store.lengths))

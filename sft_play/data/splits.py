@@ -247,7 +247,7 @@ def find_used_tokens(samples: Split) -> UsedTokens:
     counts = np.zeros(0, np.int64)
     trained_counts = np.zeros(0, np.int64)
     for store in samples.stores:
-        sample_starts = store.records["end"] - store.lengths
+        sample_starts = (store.records["end"] - store.lengths)[store.shared == 0]
         for start in range(0, len(store.ids), TOKENS_PER_SCAN):
             end = start + TOKENS_PER_SCAN
             ids = store.ids[start:end]

@@ -1,20 +1,21 @@
 """Tokenized samples on disk: written once, mapped into memory by every process.
 
 A store is a folder of flat little-endian arrays: the ids of all samples in sequence, whether each
-id is trained, and a record for each sample; and what happened to the source's rows. Loads no torch.
+id is trained, and a record for each sample; and what happened to the source's rows. The samples of
+a row are a tree (`data.trees`), and tokens that a sample shares with the one before it are written
+once. Loads no torch.
 Legend: N samples, T tokens of one.
 """
 
 import contextlib
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import chain, pairwise
-from operator import attrgetter
-from os.path import commonprefix
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -23,13 +24,14 @@ import numpy as np
 from sft_play.data.file_kinds import format_origin
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.rows import ImageFile, Images, PromptIds, Row
+from sft_play.data.trees import depth_first
 
 HASHED = 64  # messages, each of which is hashed several times
 RECORDS = "samples.bin"
 ID = np.dtype("<i4")
 WEIGHT = np.dtype("<f4")
 FIELDS = """
-end <i8           of its tokens in ids.bin
+end <i8           of its own tokens in ids.bin
 number <i8        the row's line or index in its file
 exact <u8         hash of the row's text
 normalized <u8    hash of its words in lower case
@@ -39,7 +41,7 @@ file <i4          which file of the source
 answer_start <i4  first token of the last answer; 0: none, as in plain text
 trained <i4       tokens that carry loss
 cut <i4           tokens of its row that the length policy cut
-weights <i8       start of its tokens' weights in weights.bin; -1: each weight is 1
+weights <i8       start of its own tokens' weights in weights.bin; -1: each weight is 1
 images <i8        end of its images in images.bin
 image_tokens <i4  that represent the images
 """
@@ -61,7 +63,7 @@ ARRAYS = {  # the files of the fields of SampleArrays
     RECORDS: RECORD,
     "images.bin": IMAGE,
     "image_bytes.bin": np.dtype(np.uint8),  # per image: its path, or its content
-    "shared.bin": ID,  # tokens at the start of a sample that another one of its row has, too
+    "shared.bin": ID,  # tokens at the start of a sample that the one before it has, too
 }
 
 
@@ -107,12 +109,29 @@ class Store:
 
     def __getitem__(self, index: int) -> Sample:
         start, end = self._bounds("end", index)
-        ids = np.asarray(self.ids[start:end])
-        labels = np.where(self.trained[start:end], ids.astype(np.int64), IGNORE_INDEX)
-        first = int(self.records["weights"][index])
-        weights = None if first < 0 else np.asarray(self.weights[first : first + end - start])
+        shared = int(self.shared[index])
+        own = np.asarray(self.ids[start:end])
+        ids = np.concatenate([*self._beginning(index, shared), own])
+        labels = np.full(len(ids), IGNORE_INDEX, np.int64)
+        labels[shared:] = np.where(self.trained[start:end], own, IGNORE_INDEX)
+        first, weights = int(self.records["weights"][index]), None
+        if first >= 0:
+            weights = np.ones(len(ids), WEIGHT)
+            weights[shared:] = self.weights[first : first + end - start]
         images = tuple(self._image(place) for place in range(*self._bounds("images", index)))
         return Sample(ids, labels, int(self.records["answer_start"][index]), weights, images)
+
+    def _beginning(self, index: int, missing: int) -> list[np.ndarray]:
+        """Return the first `missing` ids of a sample in parts, from the samples before it."""
+        parts: list[np.ndarray] = []
+        while missing:
+            index -= 1
+            shared = int(self.shared[index])
+            if shared < missing:
+                start, _ = self._bounds("end", index)
+                parts.append(np.asarray(self.ids[start : start + missing - shared]))
+                missing = shared
+        return parts[::-1]
 
     def _bounds(self, column: str, index: int) -> tuple[int, int]:
         """Return the start and end of a sample in an array; `column` contains the ends."""
@@ -128,7 +147,7 @@ class Store:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each sample, (N,) int64."""
-        return np.diff(self.records["end"], prepend=0)
+        return np.diff(self.records["end"], prepend=0) + self.shared
 
     @cached_property
     def pixels(self) -> np.ndarray:
@@ -204,19 +223,24 @@ class StoreWriter(contextlib.ExitStack):
 
 
 def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
-    """Return samples as arrays."""
-    rendered = [sample.rendered for sample in samples]
-    ids = np.fromiter(chain.from_iterable(map(attrgetter("ids"), rendered)), dtype=ID)
-    labels = np.fromiter(chain.from_iterable(map(attrgetter("labels"), rendered)), dtype=np.int64)
+    """Return samples as arrays, those of each row as a tree."""
+    ids: list[np.ndarray] = []  # own tokens of each sample
+    labels: list[np.ndarray] = []
     records = np.zeros(len(samples), dtype=RECORD)
     weights: list[float] = []
-    images = [image for sample in rendered for image in sample.images]
+    images: list[ImageFile] = []
+    shared = np.zeros(len(samples), ID)
     end = end_of_images = 0
-    for index, (sample, file, number, hashes, cut, image_tokens) in enumerate(samples):
-        end += len(sample.ids)
+    for index, (stored, common) in enumerate(_as_trees(samples)):
+        sample, file, number, hashes, cut, image_tokens = stored
+        shared[index] = common
+        ids.append(np.array(sample.ids[common:], ID))
+        labels.append(np.array(sample.labels[common:], np.int64))
+        end += len(ids[-1])
         tokens = (sample.answer_start, sample.trained_tokens, cut)
         first = -1 if sample.weights is None else len(weights)
-        weights += sample.weights or ()
+        weights += (sample.weights or ())[common:]
+        images += sample.images
         end_of_images += len(sample.images)
         places = (first, end_of_images, image_tokens)
         records[index] = (end, number, *hashes, file, *tokens, *places)
@@ -224,27 +248,31 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
     ends = np.cumsum([len(data) for data in held])
     table = [(end, bool(image.path), *image.size) for end, image in zip(ends, images, strict=True)]
     return SampleArrays(
-        ids,
-        labels != IGNORE_INDEX,
+        np.concatenate([np.zeros(0, ID), *ids]),
+        np.concatenate([np.zeros(0, np.int64), *labels]) != IGNORE_INDEX,
         np.array(weights, WEIGHT),
         records,
         np.array(table, IMAGE),
         np.frombuffer(b"".join(held), np.uint8),
-        np.array(count_shared(samples), ID),
+        shared,
     )
 
 
-def count_shared(samples: Sequence[StoredSample]) -> list[int]:
-    """Return the tokens that each sample of a row, in the order of a tree, shares with the last."""
-    shared = [0] * len(samples)
-    rows: dict[Any, list[int]] = {}
-    for index, sample in enumerate(samples):
-        rows.setdefault(sample[1:4], []).append(index)
-    for indices in rows.values():
-        ordered = sorted([(samples[index].rendered.ids, index) for index in indices])
-        for (before, _), (ids, index) in pairwise(ordered):
-            shared[index] = len(commonprefix((before, ids)))  # noqa: RUF071 - of ids
-    return shared
+def _as_trees(samples: Sequence[StoredSample]) -> Iterator[tuple[StoredSample, int]]:
+    """Yield samples, those of each row as a tree, with the tokens that each shares.
+
+    A sample shares no token that it trains, its last one, or any next to images.
+    """
+    for _, row in groupby(samples, key=itemgetter(slice(1, 4))):
+        of_row = list(row)
+        if len(of_row) == 1 or any(sample.rendered.images for sample in of_row):
+            yield from ((sample, 0) for sample in of_row)
+            continue
+        order, common = depth_first([np.array(sample.rendered.ids) for sample in of_row])
+        for index, shared in zip(order, common, strict=True):
+            labels = np.array(of_row[index].rendered.labels)
+            trained = np.append(labels != IGNORE_INDEX, True).argmax()
+            yield of_row[index], min(shared, int(trained), len(labels) - 1)
 
 
 class Split:
@@ -309,10 +337,18 @@ class Split:
         records["file"] += first_file[self.store_of]
         return records
 
-    @property
+    @cached_property
     def shared(self) -> np.ndarray:
-        """Tokens that another sample of the row begins with, too, of each sample, (N,) int64."""
-        return self._gather(lambda store: store.shared)
+        """Tokens that each sample shares with the one before it in the split, (N,) int64."""
+        shared = self._gather(lambda store: store.shared)
+        steps = np.diff(self.index_in, prepend=-1)
+        steps[1:][np.diff(self.store_of) != 0] = 0
+        shared[steps < 1] = 0  # rows may be repeated
+        for index in np.flatnonzero((steps > 1) & (shared > 0)):  # some samples between are left out
+            last = int(self.index_in[index])
+            between = self.stores[self.store_of[index]].shared[last - steps[index] + 1 : last + 1]
+            shared[index] = between.min()
+        return shared
 
     @cached_property
     def pixels(self) -> np.ndarray:
