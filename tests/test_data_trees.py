@@ -23,7 +23,9 @@ def conversation(random: np.random.Generator, answers: int) -> list[RenderedSamp
         thoughts, answer = draw(5), draw(6)
         trained = [*thoughts, *answer]
         labels = [IGNORE_INDEX] * len(history) + trained
-        weights = (random.integers(1, 9, len(labels)) / 8).tolist() if random.random() < 0.5 else None
+        weights = (
+            (random.integers(1, 9, len(labels)) / 8).tolist() if random.random() < 0.5 else None
+        )
         samples.append(RenderedSample(history + trained, labels, len(history), weights=weights))
         if random.random() < 0.8:
             history = history + [51] + answer

@@ -1,10 +1,16 @@
 """Attention without masks equals masked softmax(Q K^T) V, and so do its gradients."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.attention import flex_attention as torch_flex
 
+from sft_play.data.documents import Documents, TreeRows
+from sft_play.data.trees import Branch, lay_out
 from sft_play.models.fast.attention import flex as attention_flex
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.flex import attend_flex
@@ -13,7 +19,6 @@ from sft_play.models.fast.attention.kernels import attend
 from sft_play.models.fast.attention.reference import Scoring
 from sft_play.models.fast.documents import (
     UNMASKED,
-    Documents,
     PackedDocuments,
     is_unmasked,
 )
@@ -136,19 +141,30 @@ def test_flex_attention_is_the_definition(block, monkeypatch):
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 8, 9, 20])
-def test_blocks_hold_the_pairs_that_are_seen_and_full_ones_no_other(window):
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_blocks_hold_the_pairs_that_are_seen_and_full_ones_no_other(is_tree, window, monkeypatch):
+    tokens, size = 72, 8
+    monkeypatch.setattr(attention_flex, "BLOCK", size)
     boundaries = torch.tensor([0, 5, 6, 40, 48, 71], dtype=torch.int32)
-    tokens, size = 71, attention_flex.BLOCK
-    mask = attention_flex.make_block_mask(boundaries, tokens, window)
+    documents = Documents(boundaries, 34)
     document = torch.bucketize(torch.arange(tokens), boundaries, right=True)
     position = torch.arange(tokens)
-    distance = position[:, None] - position
-    sees = (distance >= 0) & (distance < (window or tokens)) & (document[:, None] == document)
+    sees = (position[:, None] >= position) & (document[:, None] == document)
+    if is_tree:  # the last token is padding of the kernel
+        tree = lay_out([Branch(0, 20), Branch(9, 17), Branch(24, 9), Branch(24, 15), Branch(0, 10)])
+        position, ends = torch.from_numpy(tree.positions), torch.from_numpy(tree.ends)
+        documents = replace(documents, tree=TreeRows(position.int(), ends.int()))
+        position, ends = (functional.pad(each, (0, 1), value=tokens) for each in (position, ends))
+        place = torch.arange(tokens)
+        sees = (place[:, None] >= place) & (place[:, None] < ends)
+    mask = attention_flex.make_block_mask(documents, tokens, window)
+    sees &= position[:, None] - position < (window or tokens)
     found = torch.zeros_like(sees)
     for indices, counts, is_full in (
         (mask.kv_indices, mask.kv_num_blocks, False),
         (mask.full_kv_indices, mask.full_kv_num_blocks, True),
     ):
+        assert counts.sum() > 0 or (is_full and window), "some blocks of each kind"
         for block, count in enumerate(counts[0, 0].tolist()):
             for key_block in indices[0, 0, block, :count].tolist():
                 queries = slice(block * size, (block + 1) * size)
@@ -157,6 +173,64 @@ def test_blocks_hold_the_pairs_that_are_seen_and_full_ones_no_other(window):
                 assert not is_full or sees[queries, keys].all()
                 found[queries, keys] = True
     assert found[sees].all()
+    batch = head = torch.zeros((), dtype=torch.int64)
+    places = torch.arange(tokens)
+    assert torch.equal(
+        mask.mask_mod(batch, head, places[:, None], places)[:71, :71], sees[:71, :71]
+    )
+
+
+# two trees in a row, and one in the other, which has padding
+TREES = (
+    (Branch(0, 9), Branch(4, 3), Branch(6, 2)),
+    (Branch(0, 5), Branch(2, 1), Branch(2, 4)),
+    (Branch(0, 6), Branch(5, 4), Branch(1, 7)),
+)
+TREE_LENGTHS = (14, 10, 17 + 7)
+
+
+def tree_documents() -> tuple[Documents, list[list[int]]]:
+    """Return documents of TREES, and the places of each sample's tokens in the flattened rows."""
+    padding = Branch(0, 7)
+    row = lay_out([*TREES[0], *TREES[1]])
+    other = lay_out([*TREES[2], padding])
+    positions = torch.from_numpy(np.concatenate([row.positions, other.positions])).int()
+    ends = torch.from_numpy(np.concatenate([row.ends, other.ends + TOKENS])).int()
+    parents = np.concatenate([row.parents, np.where(other.parents < 0, -1, other.parents + TOKENS)])
+    documents = Documents.of_lengths(TREE_LENGTHS)
+    documents = replace(documents, longest=12, tree=TreeRows(positions, ends))
+    samples, end = [], 0
+    for branch in (*TREES[0], *TREES[1], *TREES[2], padding):
+        end += branch.own
+        path, token = [], end - 1
+        while token >= 0:
+            path.append(token)
+            token = int(parents[token])
+        samples.append(path[::-1])
+    assert [len(path) for path in samples[:3]] == [9, 7, 8]
+    return documents, samples
+
+
+@pytest.mark.parametrize("key_heads", [HEADS, 1])
+@pytest.mark.parametrize("kind", [*KINDS, "plain", "in a window"])
+@pytest.mark.parametrize("kernel", ["reference", "flex"])
+def test_a_token_of_a_tree_attends_as_in_its_sample_alone(kernel, kind, key_heads, monkeypatch):
+    monkeypatch.setattr(attention_flex, "BLOCK", 8)
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    scoring = {**KINDS, "plain": Scoring(0.3), "in a window": Scoring(0.3, 3)}[kind]
+    of = inputs(key_heads, value_features=16)
+    documents, samples = tree_documents()
+    flat = [tensor.flatten(0, 1) for tensor in of]
+    if kernel == "flex":
+        found = attend_flex(*flat, scoring, documents)
+    else:
+        found = attend(*of, scoring, documents).flatten(0, 1)
+    expected = [found] * len(found)
+    for path in samples:
+        alone = attend(*(each[path][None] for each in flat), scoring)[0]
+        for place, output in zip(path, alone, strict=True):
+            expected[place] = output
+    assert gap(found, torch.stack(expected), leaves(of, scoring)) <= SAME
 
 
 def flash_by_definition(

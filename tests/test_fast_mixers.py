@@ -54,7 +54,7 @@ def labels_of(document: np.ndarray) -> np.ndarray:
 def sequence(row: list[np.ndarray]) -> TokenSequence:
     lengths = tuple(len(document) for document in row)
     labels = np.concatenate([labels_of(document) for document in row])
-    return TokenSequence(np.concatenate(row), labels, lengths, sum(lengths))
+    return TokenSequence(np.concatenate(row), labels, lengths)
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from sft_play.models.unsloth import PackedBatchHooks
 
 def sequence_of(*lengths: int) -> TokenSequence:
     tokens = sum(lengths)
-    return TokenSequence(np.arange(5, 5 + tokens), np.full(tokens, IGNORE_INDEX), lengths, tokens)
+    return TokenSequence(np.arange(5, 5 + tokens), np.full(tokens, IGNORE_INDEX), lengths)
 
 
 def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again():

@@ -141,7 +141,7 @@ class Harness:
         """
         ids = np.random.default_rng(0).integers(self.vocab_size, size=(rows, width))
         labels = np.where(np.arange(width) == 0, IGNORE_INDEX, ids)
-        sequences = [TokenSequence(ids[row], labels[row], (width,), width) for row in range(rows)]
+        sequences = [TokenSequence(ids[row], labels[row], (width,)) for row in range(rows)]
         batch = collate_for_step(replace(self.loop.collator, max_seq_len=width), sequences)
         return batch.to(self.process.device)
 

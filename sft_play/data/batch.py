@@ -28,8 +28,12 @@ class LossTokens(NamedTuple):
     weights: Tensor | None = None  # (G,) float32, of each token of a group; None: each weighs 1
 
 
-def labelled(labels: Tensor, weights: Tensor | None = None) -> LossTokens:
+def labelled(
+    labels: Tensor, weights: Tensor | None = None, parents: Tensor | None = None
+) -> LossTokens:
     """Return the tokens whose labels (B, T) are predicted; with weights (B, T), by their weight.
+
+    A label is predicted by the token before it, or by its place in parents (B * T,).
 
     >>> found = labelled(torch.tensor([[-100, 6, 7], [-100, -100, 9]]))
     >>> found.positions.tolist(), found.targets.tolist()
@@ -38,9 +42,12 @@ def labelled(labels: Tensor, weights: Tensor | None = None) -> LossTokens:
     next_labels = labels[:, 1:]
     rows, columns = next_labels.ne(IGNORE_INDEX).nonzero(as_tuple=True)
     positions, targets = rows * labels.shape[1] + columns, next_labels[rows, columns]
+    of_labels = positions + 1
+    if parents is not None:
+        positions = parents[of_labels]
     if weights is None:
         return LossTokens(positions, targets, float(len(targets)))
-    of_tokens, order = weights.flatten()[positions + 1].sort(stable=True)
+    of_tokens, order = weights.flatten()[of_labels].sort(stable=True)
     distinct, counts = of_tokens.unique_consecutive(return_counts=True)
     total = of_tokens.double().sum().item()
     return LossTokens(positions[order], targets[order], total, counts.tolist(), distinct)
@@ -51,10 +58,11 @@ class Batch:
     """Rows of a micro-batch as tensors, all on one device."""
 
     inputs: Mapping[str, Any]  # arguments of the model, other than the documents
-    labels: Tensor | None  # (B, T) int64, IGNORE_INDEX where no loss; None for a part of the rows
+    labels: Tensor | None  # (B, T) int64, IGNORE_INDEX where no loss; None if `loss` says it alone
     loss: LossTokens
-    real_lengths: Sequence[int] = ()  # tokens of each document that is not a filler
+    real_lengths: Sequence[int] = ()  # tokens of each sample that is not a filler
     documents: Documents | None = None  # None: each row is one, or a mask or positions name them
+    shared_lengths: Sequence[int] = ()  # tokens at the beginning of samples, computed once in trees
 
     @property
     def ids(self) -> Tensor:
@@ -79,8 +87,8 @@ class Batch:
         return self._changed(Tensor.pin_memory)
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> Self:
-        documents = self.documents
-        if documents is not None:
-            documents = replace(documents, boundaries=change(documents.boundaries))
-        values = tree_map_only(Tensor, change, (dict(self.inputs), self.labels, self.loss))
-        return Batch(*values, self.real_lengths, documents)
+        inputs, labels, loss = tree_map_only(
+            Tensor, change, (dict(self.inputs), self.labels, self.loss)
+        )
+        documents = self.documents and self.documents.changed(change)
+        return replace(self, inputs=inputs, labels=labels, loss=loss, documents=documents)

@@ -9,7 +9,7 @@ Legend: B sequences of a micro-batch, T tokens of its widest, N documents, I ima
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from sft_play.data.batch import Batch, labelled
-from sft_play.data.documents import Documents, ImageBlock
+from sft_play.data.documents import Documents, ImageBlock, TreeRows
 from sft_play.data.images import decode
 from sft_play.data.packing import batch_shape, padded_width
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import ImageFile, Images
 from sft_play.data.store import Sample, Split
+from sft_play.data.trees import Branch, TreeTokens, Units, lay_out
 
 TYPES = ("mm_token_type_ids", "token_type_ids")  # names of the token types in models
 
@@ -37,27 +38,33 @@ class TokenSequence:
     ids: np.ndarray
     labels: np.ndarray
     lengths: tuple[int, ...]
-    real_tokens: int  # without padding sequences (fillers)
     weights: np.ndarray | None = None  # (T,) of labels in the loss; None: each weight is 1
     images: tuple[Images, ...] = ()  # per document; (): no document has images
+    trees: tuple[tuple[Branch, ...], ...] = ()  # per document, its samples; (): one each
 
     @property
-    def real_lengths(self) -> tuple[int, ...]:
-        """The lengths of the documents that are not fillers."""
-        if self.real_tokens == sum(self.lengths):
-            return self.lengths
+    def branches(self) -> tuple[tuple[Branch, ...], ...]:
+        """The samples of each document."""
+        return self.trees or tuple((Branch(0, length),) for length in self.lengths)
+
+    @property
+    def real_branches(self) -> list[Branch]:
+        """The samples of the documents that are not fillers."""
         documents = np.split(self.labels, np.cumsum(self.lengths)[:-1])
-        return tuple(len(labels) for labels in documents if (labels != IGNORE_INDEX).any())
+        pairs = zip(documents, self.branches, strict=True)
+        are_real = [(each, (labels != IGNORE_INDEX).any()) for labels, each in pairs]
+        return list(chain.from_iterable(each for each, is_real in are_real if is_real))
 
 
 class TrainRows(Dataset[TokenSequence]):
-    """Sequences by the index of their sample, or by the indices of several.
+    """Sequences by the index of their sample, or of their unit, or by the indices of several.
 
-    `~index` (negative) represents a filler: the sample's ids, without loss.
+    `~index` (negative) represents a filler: the same ids, without loss.
     """
 
-    def __init__(self, samples: Sequence[Sample] | Split):
+    def __init__(self, samples: Sequence[Sample] | Split, units: Units | None = None):
         self.samples = samples
+        self.units = units
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -67,21 +74,37 @@ class TrainRows(Dataset[TokenSequence]):
             indices = [indices]
         documents = []
         for index in indices:
-            sample = self.samples[max(index, ~index)]
-            ids = np.asarray(sample.ids, dtype=np.int64)
-            labels = np.asarray(sample.labels, dtype=np.int64)
-            assert labels[0] == IGNORE_INDEX, (
-                "a first token that is trained would be predicted from the document before it"
-            )
-            real_tokens = len(ids)
+            document = self._document(max(index, ~index))
             if index < 0:
-                labels = np.full_like(labels, IGNORE_INDEX)
-                real_tokens = 0
-            lengths = (len(ids),)
-            documents.append(
-                TokenSequence(ids, labels, lengths, real_tokens, sample.weights, (sample.images,))
-            )
+                labels = np.full_like(document.labels, IGNORE_INDEX)
+                document = replace(document, labels=labels)
+            documents.append(document)
         return _join(documents)
+
+    def _document(self, index: int) -> TokenSequence:
+        """Return the sequence of a sample, or of a unit's samples as a tree."""
+        first, *others = [index] if self.units is None else self.units.samples(index)
+        document = _own_tokens(self.samples[first])
+        assert document.labels[0] == IGNORE_INDEX, (
+            "a first token that is trained would be predicted from the document before it"
+        )
+        if not others:
+            return document
+        parts, branches = [document], [Branch(0, len(document.ids))]
+        for other in others:
+            shared = int(self.samples.shared[other])
+            parts.append(_own_tokens(self.samples[other], shared))
+            branches.append(Branch(shared, len(parts[-1].ids)))
+        joined = _join(parts)
+        return replace(joined, lengths=(len(joined.ids),), images=((),), trees=(tuple(branches),))
+
+
+def _own_tokens(sample: Sample, shared: int = 0) -> TokenSequence:
+    """Return a sample without its first tokens, which another one of its tree has."""
+    ids = np.asarray(sample.ids[shared:], dtype=np.int64)
+    labels = np.asarray(sample.labels[shared:], dtype=np.int64)
+    weights = None if sample.weights is None else sample.weights[shared:]
+    return TokenSequence(ids, labels, (len(ids),), weights, (sample.images,))
 
 
 def _join(sequences: Sequence[TokenSequence]) -> TokenSequence:
@@ -91,9 +114,11 @@ def _join(sequences: Sequence[TokenSequence]) -> TokenSequence:
         np.concatenate([sequence.ids for sequence in sequences]),
         np.concatenate([sequence.labels for sequence in sequences]),
         tuple(chain.from_iterable(sequence.lengths for sequence in sequences)),
-        sum(sequence.real_tokens for sequence in sequences),
         np.concatenate(weights) if weights else None,
         tuple(chain.from_iterable(sequence.images for sequence in sequences)),
+        tuple(chain.from_iterable(sequence.branches for sequence in sequences))
+        if any(sequence.trees for sequence in sequences)
+        else (),
     )
 
 
@@ -258,9 +283,11 @@ class PackCollator:
     padding belongs to the row's last document, after its end, where no token attends to it. A row
     of one document therefore remains one document, which the fastest kernels support.
 
+    Documents that are trees of several samples need `varlen`.
+
     >>> ids = np.array([5, 6, 7, 8, 9])
     >>> labels = np.array([-100, 6, -100, 8, 9])
-    >>> two = TokenSequence(ids, labels, lengths=(2, 3), real_tokens=5)
+    >>> two = TokenSequence(ids, labels, lengths=(2, 3))
     >>> batch = PackCollator(0, max_seq_len=8)([two])
     >>> batch.ids.tolist(), batch.inputs["position_ids"].tolist()
     ([[5, 6, 7, 8, 9, 0, 0, 0]], [[0, 1, 0, 1, 2, 0, 1, 2]])
@@ -280,7 +307,9 @@ class PackCollator:
         if rows < len(sequences):
             sequences = [_join(sequences)]
         ids = _pad([sequence.ids for sequence in sequences], self.pad_id, width)
-        inputs = {"input_ids": ids, "position_ids": _position_ids(sequences, width)}
+        rows_of_tokens = [_lay_out(sequence, width) for sequence in sequences]
+        positions = np.stack([tokens.positions for tokens in rows_of_tokens])
+        inputs = {"input_ids": ids, "position_ids": torch.from_numpy(positions)}
         blocks: list[ImageBlock] = []
         if self.images is not None:
             lengths = [sequence.lengths for sequence in sequences]
@@ -293,7 +322,18 @@ class PackCollator:
                 *others, last = sequence.lengths
                 filled += [*others, last + width - len(sequence.ids)]
             documents = Documents.of_lengths(filled, blocks)
-        return _batch(sequences, width, inputs, documents)
+        if not any(sequence.trees for sequence in sequences):
+            return _batch(sequences, width, inputs, documents)
+        assert documents is not None, "a mask of positions does not keep branches apart"
+        begins = width * np.arange(len(sequences))[:, None]  # of the rows
+        ends, parents = (
+            torch.from_numpy((begins + np.stack(facts)).flatten())
+            for facts in list(zip(*rows_of_tokens, strict=True))[1:]
+        )
+        tree = TreeRows(inputs["position_ids"].flatten().int(), ends.int())
+        longest = int(tree.positions.max()) + 1
+        documents = replace(documents, longest=longest, tree=tree)
+        return _batch(sequences, width, inputs, documents, parents)
 
 
 def images_by_document(sequences: Sequence[TokenSequence]) -> list[Images]:
@@ -301,12 +341,11 @@ def images_by_document(sequences: Sequence[TokenSequence]) -> list[Images]:
     return list(chain.from_iterable(sequence.images for sequence in sequences))
 
 
-def _position_ids(sequences: Sequence[TokenSequence], width: int) -> Tensor:
-    position_ids = np.zeros((len(sequences), width), dtype=np.int64)  # (B, T)
-    for row, sequence in zip(position_ids, sequences, strict=True):
-        lengths = (*sequence.lengths, width - len(sequence.ids))
-        row[:] = np.concatenate(list(map(np.arange, lengths)))
-    return torch.from_numpy(position_ids)
+def _lay_out(sequence: TokenSequence, width: int) -> TreeTokens:
+    """Return the facts about the tokens (T,) of a padded row; the padding is a document."""
+    padding = width - len(sequence.ids)
+    branches = [*chain.from_iterable(sequence.branches), *[Branch(0, padding)] * (padding > 0)]
+    return lay_out(branches)
 
 
 def _batch(
@@ -314,13 +353,20 @@ def _batch(
     width: int,
     inputs: dict[str, Any],
     documents: Documents | None = None,
+    parents: Tensor | None = None,
 ) -> Batch:
-    """Return the batch of sequences that are padded to a width, with their labels."""
+    """Return the batch of sequences that are padded to a width, with their labels.
+
+    In trees, `parents` (B * T,) say which token predicts each.
+    """
     labels = _pad([sequence.labels for sequence in sequences], IGNORE_INDEX, width)  # (B, T)
     weights = _weights(sequences)
     padded = _pad(weights, 0, width, np.float32) if weights else None
-    lengths = list(chain.from_iterable(sequence.real_lengths for sequence in sequences))
-    return Batch(inputs, labels, labelled(labels, padded), lengths, documents)
+    loss = labelled(labels, padded, parents)
+    branches = list(chain.from_iterable(sequence.real_branches for sequence in sequences))
+    lengths, shared = [sum(branch) for branch in branches], [branch.shared for branch in branches]
+    kept = None if parents is not None else labels
+    return Batch(inputs, kept, loss, lengths, documents, list(filter(None, shared)))
 
 
 def _pad(

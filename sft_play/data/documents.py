@@ -1,16 +1,17 @@
 """Which tokens of a batch attend to which: the type that the collator makes and attention reads.
 
 A row is one or more documents. A token attends to the earlier tokens of its document, and tokens of
-an image may attend to the whole image.
+an image may attend to the whole image. A document may be a tree of samples with one beginning
+(`data.trees`): a token attends to the earlier tokens of its samples.
 
 Legend: B rows, T tokens per row, N documents.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,6 +20,16 @@ from torch import Tensor
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 DOCUMENTS = "documents"  # the keyword argument that passes them to ours, `watch_documents`
 ImageBlock = tuple[int, int, int]  # its start and end, its document's start, in flattened rows
+
+
+class TreeRows(NamedTuple):
+    """Trees in flattened rows: facts about each token, (B * T,) int32.
+
+    Token i attends to token j if j <= i < ends[j]; positions count in a token's samples.
+    """
+
+    positions: Tensor
+    ends: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +41,7 @@ class Documents:
     given_lengths: Sequence[int] | None = None  # tokens per document, if they are on the CPU
     image_blocks: Sequence[ImageBlock] = ()
     context: Any = None  # `ContextGroup` of the ranks that share each row's tokens
+    tree: TreeRows | None = None  # None: no document is a tree of several samples
     # By the mask that attention gets: the tokens that image tokens attend to, as `ImageRows`
     image_rows: dict[Tensor, Any] = field(default_factory=dict)
 
@@ -50,11 +62,14 @@ class Documents:
         if self.boundaries.device == device:
             return self
         if device not in self._elsewhere:
-            boundaries = self.boundaries.to(device)
-            self._elsewhere[device] = replace(
-                self, boundaries=boundaries, given_lengths=self.lengths
-            )
+            moved = self.changed(lambda tensor: tensor.to(device))
+            self._elsewhere[device] = replace(moved, given_lengths=self.lengths)
         return self._elsewhere[device]
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Return the documents with changed tensors, e.g. on another device."""
+        tree = self.tree and TreeRows(*map(change, self.tree))
+        return replace(self, boundaries=change(self.boundaries), tree=tree)
 
     @cached_property
     def lengths(self) -> list[int]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import chain, groupby
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -344,7 +344,7 @@ class Split:
         steps = np.diff(self.index_in, prepend=-1)
         steps[1:][np.diff(self.store_of) != 0] = 0
         shared[steps < 1] = 0  # rows may be repeated
-        for index in np.flatnonzero((steps > 1) & (shared > 0)):  # some samples between are left out
+        for index in np.flatnonzero((steps > 1) & (shared > 0)):  # samples between are left out
             last = int(self.index_in[index])
             between = self.stores[self.store_of[index]].shared[last - steps[index] + 1 : last + 1]
             shared[index] = between.min()

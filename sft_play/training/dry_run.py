@@ -147,7 +147,7 @@ def worst_case(loop: TrainingLoop, rows: int, length: int) -> Batch:
         # the id of an image placeholder would require that image
         ids = np.concatenate([seen, np.where(np.isin(drawn, seen), TEXT_ID, drawn)])
         labels = np.concatenate([[IGNORE_INDEX], ids[1:]])
-        sequences.append(TokenSequence(ids, labels, (len(ids),), len(ids), images=(images,)))
+        sequences.append(TokenSequence(ids, labels, (len(ids),), images=(images,)))
     part = loop.loss.context and loop.loss.context.part
     return collate_for_step(loop.collator, sequences, part)
 

@@ -216,7 +216,7 @@ def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:
     ids = np.concatenate(documents)
     labels = np.full(len(ids), IGNORE_INDEX)
     lengths = tuple(len(document) for document in documents)
-    return TokenSequence(ids, labels, lengths, len(ids))
+    return TokenSequence(ids, labels, lengths)
 
 
 def _difference(one: Tensor, two: Tensor) -> float:

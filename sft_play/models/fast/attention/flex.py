@@ -1,8 +1,8 @@
 """Attention with torch's flex_attention, for scores that no other kernel computes.
 
-A token attends to a contiguous range: from the start of its document or window up to itself. A
-block of queries therefore needs a range of key blocks. The range is computed from the boundaries,
-without a mask of all pairs: 4 MiB of indices at 131,072 tokens.
+Token i attends to token j if j <= i < end of j: where its document ends, or in a tree the samples
+that have it. A block of queries needs the blocks of keys with an end behind its first token. This
+is computed without a mask of all pairs of tokens: 4 MiB of indices at 131,072 tokens.
 
 flex_attention is compiled on a GPU. Elsewhere it stores all scores, and has no backward pass.
 
@@ -41,7 +41,7 @@ def attend_flex(
 
     tokens = len(query)
     # with fewer tokens than a block, torch would use its decoding kernel, which has no blocks
-    width = max(BLOCK, padded_width(tokens))
+    width = -(-padded_width(tokens) // BLOCK) * BLOCK
     heads_first = []
     for tensor in (query, key, value):
         if tokens < width:
@@ -80,51 +80,48 @@ def _compiled() -> Any:
 def _block_mask(documents: Documents, tokens: int, window: int | None) -> BlockMask:
     masks = _MASKS.setdefault(documents.boundaries, {})
     if (tokens, window) not in masks:
-        masks[tokens, window] = make_block_mask(documents.boundaries, tokens, window)
+        masks[tokens, window] = make_block_mask(documents, tokens, window)
     return masks[tokens, window]
 
 
-def make_block_mask(boundaries: Tensor, tokens: int, window: int | None) -> BlockMask:
+def make_block_mask(documents: Documents, tokens: int, window: int | None) -> BlockMask:
     """Return the mask of causal attention within documents, and within a window of tokens.
 
-    boundaries (documents + 1,) begin at 0; tokens after the last one form a separate document.
+    Tokens after the last document form a separate document; `tokens` is a multiple of BLOCK.
     """
-    device = boundaries.device
-    position = torch.arange(tokens, device=device)
-    document = torch.searchsorted(boundaries, position, right=True) - 1
-    first = boundaries[document]  # (N,): the first token that each token attends to
-    if window is not None:
-        first = torch.maximum(first, position - window + 1)
-    first = first.int()
+    place = torch.arange(tokens, device=documents.boundaries.device, dtype=torch.int32)
+    if documents.tree is None:
+        boundaries = functional.pad(documents.boundaries, (0, 1), value=tokens)
+        ends = boundaries[torch.searchsorted(boundaries[:-1], place, right=True)]
+        positions = place  # only their differences in a document are read
+    else:
+        missing = (0, tokens - len(documents.tree.ends))
+        ends = functional.pad(documents.tree.ends, missing, value=tokens)
+        positions = functional.pad(documents.tree.positions, missing)
+    window = tokens if window is None else window
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= first[query])
+        is_near = positions[query] - positions[key] < window
+        return (key <= query) & (query < ends[key]) & is_near
 
-    # `first` never decreases: a block's first query has the earliest first key, its last the latest
-    begins = torch.arange(0, tokens, BLOCK, device=device)
-    last = (begins + BLOCK - 1).clamp(max=tokens - 1)
-    own = begins // BLOCK  # (Q,), the key block with the same tokens as the query block
-    earliest = first[begins] // BLOCK
-    # from here up to its own block, every query of the block attends to every key
-    full_from = torch.minimum((first[last] + BLOCK - 1) // BLOCK, own)
-    full = own - full_from
-    partial = full_from - earliest + 1  # its own block, and those before the full ones
-    counted = own[None, :]  # (1, Q)
-    partial_at = torch.where(
-        counted < (partial - 1)[:, None], earliest[:, None] + counted, own[:, None]
-    )
-    full_at = torch.where(counted < full[:, None], full_from[:, None] + counted, own[:, None])
+    blocks = place.view(-1, BLOCK)
+    first, last = blocks[:, :1], blocks[:, -1:]  # of a block of queries
+    earliest, latest = positions.view(-1, BLOCK).aminmax(dim=1)
+    first_end, last_end = ends.view(-1, BLOCK).aminmax(dim=1)  # of a block of keys
+    is_before = first > first.T
+    is_seen = is_before & (last_end > first) & (earliest[:, None] - latest < window)
+    is_full = is_before & (first_end > last) & (latest[:, None] - earliest < window)
+    is_partial = (is_seen & ~is_full) | (first == first.T)
     return BlockMask.from_kv_blocks(
-        _of_all_heads(partial),
-        _of_all_heads(partial_at),
-        _of_all_heads(full),
-        _of_all_heads(full_at),
+        *_of_all_heads(is_partial),
+        *_of_all_heads(is_full),
         BLOCK_SIZE=BLOCK,
         mask_mod=sees,
         seq_lengths=(tokens, tokens),
     )
 
 
-def _of_all_heads(blocks: Tensor) -> Tensor:
-    """Return blocks as int32, with dimensions for batch and heads."""
-    return blocks.int()[None, None].contiguous()
+def _of_all_heads(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many key blocks each query block has (1, 1, Q), and their indices (1, 1, Q, Q)."""
+    ordered = blocks.int().argsort(dim=1, descending=True, stable=True).int()
+    return blocks.sum(1, dtype=torch.int32)[None, None], ordered[None, None].contiguous()

@@ -7,7 +7,7 @@ On a GPU:
 - documents, windows: torch's variable-length flash attention; sinks are added to its softmax
 - values and keys of different size: flash attention, padded with zeros
 - heads above 256 features: torch's memory-efficient kernel
-- soft caps, and windows or sinks of heads above 256 features: flex_attention, compiled
+- soft caps, trees, and windows or sinks of heads above 256 features: flex_attention, compiled
 
 Legend: B rows, T tokens per row, N = B * T, H query heads, K key and value heads, D features per
 head of queries and keys, V of values.
@@ -63,9 +63,11 @@ def attend(
         return _attend_by_heads(query, key, value, scoring, documents)
     rows, tokens = query.shape[:2]
     longest = tokens if documents is None else documents.longest
+    tree = None if documents is None else documents.tree
     are_whole_rows = documents is None
-    if documents is not None and len(documents.boundaries) == rows + 1 and longest == tokens:
-        are_whole_rows = True  # each row is one document
+    if tree is None and documents is not None:
+        # each row is one document
+        are_whole_rows = len(documents.boundaries) == rows + 1 and longest == tokens
     scoring = scoring.within(longest)
     if are_whole_rows and _are_whole_rows_enough(query, value, scoring):
         return attend_rows(query, key, value, scoring.scale)
@@ -77,7 +79,7 @@ def attend(
     flat = (query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1))
     kernel = _attend_by_document
     if query.is_cuda:
-        kernel = _gpu_kernel(query, scoring)
+        kernel = attend_flex if tree else _gpu_kernel(query, scoring)
         flat = _in_16_bits(*flat)
     return kernel(*flat, scoring, documents).unflatten(0, (rows, tokens))
 
@@ -141,7 +143,7 @@ def _attend_by_document(
         lengths = [documents.longest] * whole + [rest] * bool(rest)
     else:
         lengths = documents.boundaries.diff().tolist()
-    return attend_lengths(query, key, value, scoring, lengths)
+    return attend_lengths(query, key, value, scoring, lengths, documents.tree)
 
 
 def _attend_varlen(

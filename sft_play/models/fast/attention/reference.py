@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sft_play.data.documents import Documents, ImageBlock
+from sft_play.data.documents import Documents, ImageBlock, TreeRows
 from sft_play.models import triton_kernels
 from sft_play.models.fast.documents import UNMASKED
 from sft_play.models.fast.setup import Gradients
@@ -63,7 +63,12 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tens
 
 
 def attend_lengths(
-    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, lengths: list[int]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scoring: Scoring,
+    lengths: list[int],
+    tree: TreeRows | None = None,
 ) -> Tensor:
     """Return attention within documents of these lengths.
 
@@ -71,15 +76,34 @@ def attend_lengths(
     """
     parts = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     outputs = []
+    begin = 0
     for q, k, v in parts:
-        output = _attend_document(q[None], k[None], v[None], scoring.within(len(q)))
+        end = begin + len(q)
+        of_document = tree and TreeRows(tree.positions[begin:end], tree.ends[begin:end] - begin)
+        inputs = q[None], k[None], v[None]
+        output = _attend_document(*inputs, scoring.within(len(q)), of_document)
         outputs.append(output[0])
+        begin = end
     return torch.cat(outputs)
 
 
-def _attend_document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def _seen(tokens: int, scoring: Scoring, tree: TreeRows | None, device: torch.device) -> Tensor:
+    """Return the tokens (T, T) that each token of a document attends to."""
+    place = torch.arange(tokens, device=device)
+    sees = place[:, None] >= place
+    if tree is not None:
+        sees &= place[:, None] < tree.ends
+        place = tree.positions
+    if scoring.window is not None:
+        sees &= place[:, None] - place < scoring.window
+    return sees
+
+
+def _attend_document(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, tree: TreeRows | None
+) -> Tensor:
     """Return attention in a document: query (1, T, H, D), key (1, T, K, D), value (1, T, K, V)."""
-    if scoring.is_plain:
+    if scoring.is_plain and tree is None:
         return attend_rows(query, key, value, scoring.scale)
     tokens, heads = query.shape[1:3]
     groups = heads // key.shape[2]
@@ -89,9 +113,7 @@ def _attend_document(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
     scores = torch.matmul(query.transpose(1, 2), key.permute(0, 2, 3, 1)) * scoring.scale
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    sees = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
-    if scoring.window is not None:
-        sees = sees.triu(1 - scoring.window)
+    sees = _seen(tokens, scoring, tree, query.device)
     scores = scores.masked_fill(~sees, -torch.inf).float()
     if scoring.sinks is not None:
         sinks = scoring.sinks.float().view(1, heads, 1, 1).expand(1, heads, tokens, 1)
