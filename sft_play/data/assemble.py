@@ -30,6 +30,7 @@ from sft_play.data.ledger import (
 )
 from sft_play.data.rows import MAX_LISTED_ROWS, Json
 from sft_play.data.store import Split
+from sft_play.data.trees import Units, find_units
 from sft_play.errors import ConfigError, DataError
 
 
@@ -72,6 +73,10 @@ class RunData:
     def row_ends(self) -> np.ndarray:
         """Ends of the training rows among their samples, (R,) int64; pieces of a text are rows."""
         return splits.find_row_ends(self.train)
+
+    def units(self, tree_tokens: int | None) -> Units:
+        """Return what training packs: trees of at most so many tokens, None for samples alone."""
+        return find_units(self.train.lengths, self.train.shared, self.row_ends, tree_tokens)
 
     def used_tokens(self) -> splits.UsedTokens:
         """Return the token ids that occur."""

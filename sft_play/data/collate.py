@@ -63,6 +63,7 @@ class TrainRows(Dataset[TokenSequence]):
     """
 
     def __init__(self, samples: Sequence[Sample] | Split, units: Units | None = None):
+        """Without units each sample is one."""
         self.samples = samples
         self.units = units
 

@@ -2,7 +2,8 @@
 
 A step has the same rows for any batch size and any number of ranks, packed or not; these
 only change its speed. A conversation may give several samples: all of them are in the step of their
-row. `row_ends` (R,) are the ends of the rows among the samples; None means one sample per row.
+row. `row_ends` (R,) are the ends of the rows among the samples; None means one sample per row. Where
+samples share beginnings, their units (`data.trees`) take the place of samples.
 """
 
 import copy
@@ -114,7 +115,7 @@ class StepSampler:
         layout = self.layout
         sequences = [[self.lengths[max(i, ~i)] for i in sequence] for sequence in batch]
         in_one_row = layout.is_packed and layout.in_one_row
-        return batch_shape(sequences, layout.max_seq_len, in_one_row)
+        return batch_shape(sequences, layout.capacity, in_one_row)
 
 
 def steps(
@@ -162,7 +163,7 @@ def fullest_step(
     epochs: int,
     row_ends: np.ndarray | None = None,
 ) -> int:
-    """Return the number of sequences of `max_seq_len` tokens in the fullest step of all epochs.
+    """Return the number of sequences of `capacity` tokens in the fullest step of all epochs.
 
     Only the steps that may be fuller than the fullest so far are packed.
     """
@@ -173,12 +174,12 @@ def fullest_step(
         samples = np.zeros((len(found), max(map(len, found))), dtype=np.int64)
         for places, step in zip(samples, found, strict=True):
             places[: len(step)] = lengths[step]
-        limits = most_sequences(samples, layout.max_seq_len)
+        limits = most_sequences(samples, layout.capacity)
         for step in np.argsort(-limits, kind="stable"):
             if limits[step] <= fullest:
                 break
             documents = samples[step][samples[step] > 0].tolist()
-            fullest = max(fullest, len(pack_documents(documents, layout.max_seq_len)))
+            fullest = max(fullest, len(pack_documents(documents, layout.capacity)))
     return fullest
 
 

@@ -207,7 +207,7 @@ def _pack_by_rank(lengths: Sequence[int], layout: Layout) -> list[list[PackedMic
         sequences: PackedMicroBatch = []
         if documents:
             dealt = [lengths[document] for document in documents]
-            for positions in pack_shortest(dealt, most, layout.max_seq_len):
+            for positions in pack_shortest(dealt, most, layout.capacity):
                 sequences.append([documents[position] for position in positions])
         if len(sequences) > most:
             return None
@@ -218,7 +218,7 @@ def _pack_by_rank(lengths: Sequence[int], layout: Layout) -> list[list[PackedMic
 def _pack_together(lengths: Sequence[int], layout: Layout) -> list[list[PackedMicroBatch]]:
     """Return the micro-batches of each rank, packed from the documents of all ranks."""
     count = layout.micro_batches * layout.replicas
-    sequences = pack_shortest(lengths, count * layout.sequences, layout.max_seq_len)
+    sequences = pack_shortest(lengths, count * layout.sequences, layout.capacity)
     assert len(sequences) <= count * layout.sequences, (
         f"{len(sequences)} sequences for {count} micro-batches of {layout.sequences}: "
         "count them with fullest_step"
@@ -250,7 +250,7 @@ def _cost(batch: PackedMicroBatch, lengths: Sequence[int], layout: Layout) -> fl
     if not batch:
         return 0.0
     sequences = [[lengths[document] for document in sequence] for sequence in batch]
-    rows, width = batch_shape(sequences, layout.max_seq_len, layout.in_one_row)
+    rows, width = batch_shape(sequences, layout.capacity, layout.in_one_row)
     padding = rows * width - sum(map(sum, sequences))
     costs = (document_cost(length, layout) for sequence in sequences for length in sequence)
     return padding + sum(costs)

@@ -25,13 +25,17 @@ from sft_play.data.sources import find_sources
 from sft_play.data.splits import answer_token_limit
 from sft_play.data.templates import ChatTemplate
 from sft_play.data.tokenize import tokenize_sources
+from sft_play.data.trees import Units
 from sft_play.errors import SHARED_MEMORY, ConfigError
 from sft_play.plan.run_plan import PlannedRun
+from sft_play.plan.step import Layout
 from sft_play.runs.files import write_text
 from sft_play.runs.folder import RunFolder
 
 MOST_LOADERS = 8  # processes per rank that prepare images
 IMAGE_BYTES = 16 << 20  # of an image's inputs, in 16 bits: of about 2 million pixels
+MOST_TOKENS = 1 << 40  # of a tree: no limit
+SEPARATE = "are computed once for each sample"
 BATCHES_AHEAD = 3  # per process that prepares images: two wait, as in torch, and one is in progress
 
 
@@ -71,32 +75,84 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     data = prepare_run_data(planned.config)
     refuse_images(planned, data)
     write_quarantine(folder, data.sources)
-    planned = sampled_run(planned, data)
+    planned = sampled_run(sharing_run(planned, data), data)
     packed = packed_run(planned, data)
     padding = count_padding(planned, packed, data)
     folder.write_data(DataFacts(data.sources, padding).to_json())
     return with_loaders(with_answer_limit(packed if planned.plan.packing else planned, data), data)
 
 
+def why_separate(planned: PlannedRun, data: RunData) -> str | None:
+    """Return why samples that begin alike are computed separately, None if they need not be."""
+    config = planned.config
+    if config.train.share_prefixes is False:
+        return "train.share_prefixes=false"
+    if data.train.has_images:
+        return "rows have images"
+    if planned.plan.layout.context_parallel > 1:
+        return "GPUs share each row (train.context_parallel)"
+    if config.tuning.backend == "unsloth":
+        return "Unsloth has no attention for them"
+    if config.train.fast_path is False:
+        return "train.fast_path=false turns off the attention for them"
+    return None
+
+
+def sharing_run(planned: PlannedRun, data: RunData) -> PlannedRun:
+    """Return the run with trees of samples that begin alike, and say so if it has none.
+
+    Raises: ConfigError for train.share_prefixes=true if there cannot be any.
+    """
+    setting, reason = planned.config.train.share_prefixes, why_separate(planned, data)
+    shared, tokens = int(data.train.shared.sum()), int(data.train.lengths.sum())
+    if reason and setting is True:
+        raise ConfigError(f"train.share_prefixes=true: {reason}; set TRAIN_SHARE_PREFIXES=auto")
+    is_sharing = reason is None and shared > 0
+    if is_sharing:
+        planned = planned.with_units(tree_tokens=planned.config.model.max_seq_len)
+    elif shared and setting == "auto":
+        print(f"beginnings that samples share, {shared / tokens:.0%} of the tokens, {SEPARATE}: {reason}")
+    return replace(planned, config=planned.config.changed({"train.share_prefixes": is_sharing}))
+
+
 def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
-    """Return the run with the packing of these rows, or as if it was packed."""
-    train, layout, row_ends = planned.config.train, planned.plan.layout, data.row_ends
-    rows = len(row_ends)
-    mean_tokens = sum(data.train.lengths) / rows  # per row
+    """Return the run with the packing of these rows, or as if it was packed.
+
+    Trees are first packed into sequences of model.max_seq_len tokens, like samples; then into one
+    for each micro-batch, which has room for larger trees.
+    """
+    train, plan, row_ends = planned.config.train, planned.plan, data.row_ends
+    is_sharing = plan.layout.tree_tokens is not None
     # without packing, the need of one epoch
-    epochs = train.passes(rows) if planned.plan.packing else 1
-    fullest = fullest_step(data.train.lengths, layout, planned.config.epoch_seed, epochs, row_ends)
-    return planned.packed(fullest, min(layout.rows_per_step, rows) * mean_tokens)
+    epochs = train.passes(len(row_ends)) if plan.packing else 1
+
+    def count(units: Units, layout: Layout) -> int:
+        seed = planned.config.epoch_seed
+        return fullest_step(units.lengths, layout, seed, epochs, units.row_ends)
+
+    units = data.units(plan.layout.tree_tokens)
+    mean_tokens = sum(units.lengths) / len(row_ends)  # per row
+    step_tokens = min(plan.layout.rows_per_step, len(row_ends)) * mean_tokens
+    apart = planned.with_units(tree_tokens=None) if is_sharing else planned
+    packed = apart.packed(count(units, apart.plan.layout), step_tokens)
+    if not is_sharing:
+        return packed
+    largest = int(data.units(MOST_TOKENS).lengths.max())
+    tokens = packed.plan.tree_room(largest)
+    joined = replace(packed.plan.layout, tree_tokens=tokens)
+    return packed.with_units(tree_tokens=tokens, fullest_step=count(data.units(tokens), joined))
 
 
 def sampled_run(planned: PlannedRun, data: RunData) -> PlannedRun:
-    """Return the run with room for the samples of a step if some rows give several."""
-    samples, row_ends = len(data.train), data.row_ends
+    """Return the run with room for the samples or trees of a step if some rows give several."""
+    units = data.units(planned.plan.layout.tree_tokens)
+    samples, row_ends = len(units.ends), units.row_ends
     if len(row_ends) < samples:
         epochs = planned.config.train.passes(len(row_ends))
-        one_each = replace(planned.plan.layout, max_seq_len=1)  # a sequence for each sample
+        # a sequence for each sample
+        one_each = replace(planned.plan.layout, max_seq_len=1, tree_tokens=None)
         most = fullest_step(np.ones(samples), one_each, planned.config.epoch_seed, epochs, row_ends)
-        return planned.with_samples(most)
+        return planned.with_units(most_samples=most)
     return planned
 
 
@@ -169,7 +225,7 @@ def build_ledger(planned: PlannedRun, account: DataAccount | None = None) -> Led
     The rows read are recorded in the account.
     """
     data = prepare_run_data(planned.config, account)
-    planned = sampled_run(planned, data)
+    planned = sampled_run(sharing_run(planned, data), data)
     padding = count_padding(planned, packed_run(planned, data), data)
     return replace(data.ledger, padding=padding)
 
@@ -190,4 +246,5 @@ def count_padding(planned: PlannedRun, packed: PlannedRun, data: RunData) -> Pad
 
     seed = planned.config.epoch_seed
     layouts = planned.plan.layout, packed.plan.layout
-    return padding(data.train.lengths, *layouts, seed, data.row_ends)
+    units = data.units(packed.plan.layout.tree_tokens)
+    return padding(units.lengths, *layouts, seed, units.row_ends)

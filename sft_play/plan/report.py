@@ -69,7 +69,7 @@ def packing_line(plan: RunPlan, unpacked: int) -> str:
     sequences = f"{layout.sequences} sequence{'s' * (layout.sequences > 1)}"
     return (
         f"packing rows={layout.rows_per_step} a step in micro_batches={layout.micro_batches} of "
-        f"each rank, at most {sequences} of {layout.max_seq_len} tokens, "
+        f"each rank, at most {sequences} of {layout.capacity} tokens, "
         f"predicted_peak={_gib(plan.memory.predicted_peak)}GiB; "
         f"without packing {unpacked}"
     )

@@ -3,6 +3,7 @@
 Loads no torch. Values that follow from chosen numbers are properties and never stored.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, Self
@@ -22,6 +23,8 @@ from sft_play.plan.speed import Speed, predict
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.runs.files import json_text, write_text
 from sft_play.runs.folder import RunFolder, first_fault
+
+ROOM_STEP = 512  # tokens by which the room for large trees grows
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,17 @@ class RunPlan:
         """
         is_auto = self.request.batch_size == self.request.grad_accum == "auto"
         return is_auto and self.step.is_gpu and not self.step.offload_activations
+
+    def tree_room(self, largest: int) -> int:
+        """Return the tokens of a packed micro-batch, or more if trees have more and they fit."""
+        layout, least = self.layout, self.layout.tokens
+        rooms = [*range(least, largest, ROOM_STEP), max(least, largest)]
+
+        def is_too_large(tokens: int) -> bool:
+            room = replace(layout, tree_tokens=tokens)
+            return peak_bytes(self.step, room) > self.budget_bytes
+
+        return rooms[max(1, bisect_left(rooms, True, key=is_too_large)) - 1]
 
     @property
     def zero_stage(self) -> int:
@@ -179,9 +193,12 @@ class PlannedRun:
         layout = merged_layout(request, plan.layout.packed(fullest_step), peak, plan.budget_bytes)
         return replace(self, plan=replace(plan, request=request)).with_layout(layout)
 
-    def with_samples(self, most_samples: int) -> Self:
-        """Return the run after the samples of its rows are counted: the most of a step."""
-        plan, found = self.plan, {"most_samples": most_samples}
+    def with_units(self, **found: int | None) -> Self:
+        """Return the run after the samples or trees of its rows are counted.
+
+        `found` are `most_samples`, `tree_tokens` and `fullest_step` of a layout.
+        """
+        plan = self.plan
         request = replace(plan.request, row=replace(plan.request.row, **found))
         return replace(self, plan=replace(plan, request=request)).with_layout(
             replace(plan.layout, **found)

@@ -43,6 +43,7 @@ class Layout:
     waits_each_micro_batch: bool = False  # ranks for each other; else once a step, as under DDP
     context_parallel: int = 1  # ranks that share each row
     most_samples: int | None = None  # of a step, if rows give several; None: one per row
+    tree_tokens: int | None = None  # maximum of a tree; None: samples share no beginnings
 
     @property
     def replicas(self) -> int:
@@ -61,6 +62,8 @@ class Layout:
     @property
     def micro_batches(self) -> int:
         """Micro-batches per rank and step: if packed, the fewest that fit the fullest step."""
+        if self.fullest_step is not None and self.tree_tokens is not None:
+            return -(-self.fullest_step // self.replicas)  # trees share one long sequence
         sequences = self.most_samples if self.fullest_step is None else self.fullest_step
         if sequences is None:
             return self.grad_accum
@@ -74,9 +77,14 @@ class Layout:
         return -(-self.fullest_step // (self.micro_batches * self.replicas))
 
     @property
+    def capacity(self) -> int:
+        """Maximum tokens of a sequence: trees may have more than one sample may."""
+        return self.tree_tokens or self.max_seq_len
+
+    @property
     def row_tokens(self) -> int:
         """Maximum tokens of a row on one rank."""
-        return -(-self.max_seq_len // self.context_parallel)
+        return -(-self.capacity // self.context_parallel)
 
     @property
     def tokens(self) -> int:

@@ -69,7 +69,8 @@ def of_runs(output_dir: Path, device: str, gpu: str | None) -> Accuracy:
         count += 1
         peaks += _ratio(peak.measured, peak.predicted)
         if plan.speed:
-            speeds += _ratio(run.report.tokens_per_second, plan.speed.tokens_per_second)
+            measured = run.report.distinct_tokens_per_second or run.report.tokens_per_second
+            speeds += _ratio(measured, plan.speed.tokens_per_second)
         for each in run.memory:
             phases[each.phase] += _ratio(each.measured, each.predicted)
     return Accuracy(

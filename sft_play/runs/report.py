@@ -204,6 +204,7 @@ class RunReport:
     seconds: dict[str, float] | None = None  # of each part of the run
     timeline: list[Span] | None = None  # of the front end and the main rank
     tokens_per_second: float | None = None  # of all ranks; None for a run of one step
+    distinct_tokens_per_second: float | None = None  # None if no samples share beginnings
     peak_bytes: ReportedPeaks | None = None
     memory: PhasePeaks | None = None
     memory_by_rank: list[RankMemory] | None = None

@@ -10,6 +10,7 @@ from sft_play.data.assemble import RunData
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler
 from sft_play.data.store import Split
+from sft_play.data.trees import Units
 from sft_play.errors import ConfigError
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.models.embedding_noise import EmbeddingNoise
@@ -63,7 +64,8 @@ def build_loop(
         step = context.plan.step
         flops_of = functools.partial(step_flops, step.model, step.active_adapter_weights)
     step_log = StepLog(speed, context.memory, flops_of, flops, mean_gpus)
-    order = StepSampler(data.train.lengths, layout, config.epoch_seed, data.row_ends)
+    units = data.units(layout.tree_tokens)
+    order = StepSampler(units.lengths, layout, config.epoch_seed, units.row_ends)
     engine = Engine(model, arguments, process, config, tokenizer)
     events = Events(engine)
     events.add(speed)
@@ -73,12 +75,12 @@ def build_loop(
     loop = TrainingLoop(
         engine=engine,
         loss=StepLoss(model, sharing_ranks(context, data, model), router_loss_of(model, config)),
-        rows=TrainRows(data.train),
+        rows=TrainRows(data.train, units),
         collator=build_collator(context, tokenizer, model, data.train.has_images),
         order=order,
         evaluator=build_evaluator(context, data, data.validation, tokenizer, model),
         step_log=step_log,
-        guard=step_guard(context, order, data.train),
+        guard=step_guard(context, order, data, units),
         gradients=GradientWatch(process, config.train.on_untrained),
         loss_watch=LossWatch(model.config.get_text_config().vocab_size, arguments.learning_rate),
         events=events,
@@ -109,13 +111,15 @@ def sharing_ranks(context: RunContext, data: RunData, model: nn.Module) -> Conte
     return context_group(context.process, shared)
 
 
-def step_guard(context: RunContext, order: StepSampler, rows: Split) -> StepGuard:
+def step_guard(
+    context: RunContext, order: StepSampler, data: RunData, units: Units
+) -> StepGuard:
     """Return the guard that finds steps with NaN or infinity, and names their rows."""
     train = context.config.train
 
     def rows_of(step: int, micro_batch: int) -> list[str]:
-        samples = order.find_samples(step, micro_batch, context.process.rank)
-        return [rows.origin(sample) for sample in samples]
+        found = order.find_samples(step, micro_batch, context.process.rank)
+        return [data.train.origin(units.samples(unit).start) for unit in found]
 
     return StepGuard(context.process, train.on_nonfinite, train.max_skipped_steps, rows_of)
 
@@ -135,7 +139,9 @@ def build_collator(
     """Return the collator: packed sequences of several documents, or one padded row each."""
     config = context.config
     kernels = fused_kernels_of(model)
-    varlen = context.plan.packing and needs_boundaries(
+    has_trees = context.plan.layout.tree_tokens is not None
+    is_packed = context.plan.packing or has_trees
+    varlen = is_packed and needs_boundaries(
         config.model.attn_implementation, kernels.reads_boundaries
     )
     images = None
@@ -143,11 +149,11 @@ def build_collator(
         images = image_inputs_of(model, config, tokenizer, context.plan.packing, varlen)
         # loaded here, once, for the processes that prepare images
         assert images is not None and images.processor.reads_images, "it has written these rows"
-    if not context.plan.packing:
+    if not is_packed:
         return PadCollator(tokenizer.pad_token_id, config.model.max_seq_len, images)
     return PackCollator(
         tokenizer.pad_token_id,
-        config.model.max_seq_len,
+        context.plan.layout.capacity,
         varlen,
         in_one_row=context.plan.layout.in_one_row and kernels.in_one_row,
         images=images,

@@ -19,6 +19,7 @@ from sft_play.data.batch import Batch
 from sft_play.data.collate import TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
+from sft_play.data.trees import Branch
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.sharding import is_sharded, reshard
@@ -80,7 +81,7 @@ class DryRun:
         allocates persistent memory, e.g. optimizer state, workspaces and compiled kernels.
         """
         rows = layout.sequences
-        length = layout.max_seq_len
+        length = layout.capacity
         try:
             if not self.is_warm:
                 self._step(worst_case(self.loop, 1, length), layout.accumulates)
@@ -147,7 +148,10 @@ def worst_case(loop: TrainingLoop, rows: int, length: int) -> Batch:
         # the id of an image placeholder would require that image
         ids = np.concatenate([seen, np.where(np.isin(drawn, seen), TEXT_ID, drawn)])
         labels = np.concatenate([[IGNORE_INDEX], ids[1:]])
-        sequences.append(TokenSequence(ids, labels, (len(ids),), images=(images,)))
+        trees: tuple[tuple[Branch, ...], ...] = ()
+        if loop.order.layout.tree_tokens is not None and len(ids) > 2:
+            trees = ((Branch(0, 2), Branch(1, len(ids) - 2)),)
+        sequences.append(TokenSequence(ids, labels, (len(ids),), images=(images,), trees=trees))
     part = loop.loss.context and loop.loss.context.part
     return collate_for_step(loop.collator, sequences, part)
 

@@ -20,6 +20,7 @@ from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.documents import Documents
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.trees import Branch
 from sft_play.errors import ConfigError
 from sft_play.models.fast.context import ContextGroup
 from sft_play.models.fast.setup import base_model_of
@@ -46,6 +47,8 @@ MAX_ROUNDED_COARSE = 0.5
 # gpt-oss-120b with random weights changed by 0.62 on an H100, in 36 layers. The first document of a
 # row shows the rounding part: no earlier document could change its logits.
 MAX_BEYOND_FIRST = 1.5
+
+Trees = tuple[tuple[Branch, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,46 @@ def check_context(
             f"ranks share a row, and by {moved:.2g} if its parts do not see each other; set "
             "TRAIN_CONTEXT_PARALLEL=1"
         )
+
+
+def measure_branches(
+    model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
+) -> CrossDocumentEffect:
+    """Return how much a branch of a tree affects the next one, without dropout.
+
+    The samples first + other and first + second share `first`.
+    """
+    is_coarse = rounds_coarsely(model)
+    generator = np.random.default_rng(0)  # the same on all ranks
+    first, one, another, second = (
+        generator.integers(vocabulary, size=size) for size in (*LENGTHS, *LENGTHS[::-1])
+    )
+    another = np.resize(another, len(one))
+    begin, end = len(first) + len(one), len(first) + len(one) + len(second)
+    branches = (Branch(0, begin), Branch(len(first), len(second)))
+
+    def logits_of(documents: Sequence[np.ndarray], trees: Trees = ()) -> Tensor:
+        """Return the logits (T, V) of one sequence."""
+        batch = collator([replace(_sequence(documents), trees=trees)]).to(device)
+        return model(**batch.arguments).logits[0, : sum(map(len, documents))].float()
+
+    with modes_restored(model), torch.no_grad():
+        model.eval()
+        found, changed = (
+            logits_of([np.concatenate([first, branch, second])], (branches,))
+            for branch in (one, another)
+        )
+        alone = logits_of([np.concatenate([first, second])])
+        joined = logits_of([np.concatenate([first, one, second])])
+    rounded = _median if is_coarse else _difference
+    own = slice(begin, end)
+    return CrossDocumentEffect(
+        seen=_difference(found[own], changed[own]),
+        apart=rounded(found[own], alone[len(first) :]),
+        joined=_difference(joined[own], alone[len(first) :]),
+        first=rounded(found[: len(first)], alone[: len(first)]),
+        is_coarse=is_coarse,
+    )
 
 
 def measure_cross_document(

@@ -122,7 +122,7 @@ class Probe:
 
         If they do not fit as planned, measure them with the most checkpointed layers.
         """
-        max_seq_len = self.layout.max_seq_len
+        max_seq_len = self.layout.capacity
         smallest = batch.smallest(self.request)
         layer_counts = [self.layout.checkpointed_layers]
         if smallest.checkpointed_layers != self.layout.checkpointed_layers:
@@ -235,7 +235,8 @@ class Probe:
         samples = image_samples(self.loop, self.layout.max_seq_len)
         return probe_fit.fingerprint(
             step=asdict(self.step),
-            max_seq_len=self.layout.max_seq_len,
+            max_seq_len=self.layout.capacity,
+            has_trees=self.layout.tree_tokens is not None,
             tuning=config.tuning.model_dump(mode="json"),
             model=config.model.model_dump(mode="json", include=model_settings),
             precision=config_precision(config),

@@ -31,7 +31,8 @@ class Work(NamedTuple):
 
     seconds: float  # only of training steps
     steps: int
-    tokens: int  # without padding
+    tokens: int  # of the samples, without padding
+    distinct: int  # without beginnings that were computed for another sample
     rows: int
     flops: float  # that the rows require at least; 0 if they are not counted
 
@@ -86,7 +87,7 @@ class StepLog:
         self.flops_of = flops_of
         self.peak_flops = peak_flops
         self.mean_gpus = mean_gpus
-        self.tokens = 0
+        self.tokens = self.distinct = 0
         self.rows = 0
         self.flops = 0.0
         self.steps = 0
@@ -130,32 +131,38 @@ class StepLog:
         return self._counted()
 
     def _counted(self) -> Work:
-        return Work(self.clock(), self.steps, self.tokens, self.rows, self.flops)
+        return Work(self.clock(), self.steps, self.tokens, self.distinct, self.rows, self.flops)
 
     @property
     def train_seconds(self) -> float:
         return self._last_step.seconds - self._started_at if self._last_step else 0.0
 
-    def tokens_per_second(self) -> float | None:
-        """Return real tokens per second over all ranks, None for a run of one step.
+    def tokens_per_second(self) -> tuple[float, float] | None:
+        """Return tokens and distinct tokens per second over all ranks, None for a run of one step.
 
         Every rank must call it.
         """
         if self._first_step is None or self._last_step is None:
             return None
-        tokens = self.process.sum(self._last_step.tokens - self._first_step.tokens)
-        seconds = self._last_step.seconds - self._first_step.seconds
-        if tokens <= 0 or seconds <= 0:
+        work = self._last_step.since(self._first_step)
+        tokens, distinct = self.process.sum(work.tokens), self.process.sum(work.distinct)
+        if tokens <= 0 or work.seconds <= 0:
             return None
-        return tokens / seconds
+        return tokens / work.seconds, distinct / work.seconds
 
-    def add_rows(self, lengths: Sequence[int], labelled: int) -> None:
-        """Count the documents of a step of this rank, by their tokens; `labelled` have a label."""
+    def add_rows(
+        self, lengths: Sequence[int], labelled: int, shared: Sequence[int] = ()
+    ) -> None:
+        """Count the samples of a step of this rank, by their tokens; `labelled` have a label.
+
+        `shared` are beginnings that were computed for an earlier sample already.
+        """
         self.steps += 1
         self.tokens += sum(lengths)
+        self.distinct += sum(lengths) - sum(shared)
         self.rows += len(lengths)
         if self.flops_of is not None:
-            self.flops += self.flops_of(lengths, labelled)
+            self.flops += self.flops_of(lengths, labelled) - self.flops_of(shared, 0)
 
     def start_step(self) -> None:
         """Start a step, which may be skipped later."""
@@ -233,6 +240,9 @@ class StepLog:
             "samples_per_second": sum(work.rows for work in works) / seconds,
             "step_seconds": seconds / works[0].steps,
         }
+        distinct = sum(work.distinct for work in works)
+        if distinct < tokens:
+            speed["distinct_tokens_per_second"] = distinct / seconds
         flops = sum(work.flops for work in works)
         if flops and self.peak_flops:
             speed["mfu"] = flops / seconds / (self.peak_flops * len(works))

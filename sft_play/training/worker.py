@@ -61,6 +61,7 @@ from sft_play.training.resume import (
     take_over_before,
 )
 from sft_play.training.saved_weights import note_reference, save_weights
+from sft_play.training.sharing import share_or_separate
 from sft_play.training.start_log import held_memory, log_data, log_large_weights, log_model
 from sft_play.training.stop import StopOnSignal
 from sft_play.training.trackers import open_trackers
@@ -129,6 +130,9 @@ def train_steps(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) 
         loop.start(checkpoint)
         recorder.state = loop.state
         observers.metrics_file.start(loop.state)
+        if context.plan.layout.tree_tokens is not None:
+            with recorder.check("a beginning is shared only if branches do not see each other"):
+                share_or_separate(context, loop, data)
         before_first_step(context, loop, held_out, recorder)
         loop.train()
         recorder.lap("training")
@@ -310,6 +314,7 @@ def finish(
     steps = loop.step_log
     step = loop.state.global_step
     report = recorder.report
+    tokens, distinct = steps.tokens_per_second() or (None, None)
     peaks = loop.memory.peaks_over_ranks(report.memory.predicted)
     recorder.note_seconds(
         {
@@ -321,7 +326,8 @@ def finish(
     recorder.update(
         global_step=step,
         engine=type(loop.engine.wrapped).__name__,
-        tokens_per_second=steps.tokens_per_second(),
+        tokens_per_second=tokens,
+        distinct_tokens_per_second=distinct if distinct != tokens else None,
         peak_bytes=dataclasses.replace(
             report.peak_bytes, measured=peaks.measured, reserved=peaks.reserved
         ),

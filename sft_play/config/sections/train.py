@@ -153,6 +153,11 @@ class TrainSection(Section):
         "changes. auto is on, except for a few architectures; every packed run checks the "
         "isolation before its first step.",
     )
+    share_prefixes: bool | Auto = Field(
+        "auto",
+        description="Compute the beginning that samples of a conversation share once: only the "
+        "speed changes (docs/shared-beginnings.md). auto is on where the model's attention can.",
+    )
     gradient_checkpointing: bool | Auto = Field(
         "auto",
         description="Recompute activations in the backward pass; true does so for all layers, "
