@@ -16,7 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    flex_attention,
+)
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sft_play.data.documents import Documents
@@ -98,25 +103,27 @@ def make_block_mask(documents: Documents, tokens: int, window: int | None) -> Bl
         missing = (0, tokens - len(documents.tree.ends))
         ends = functional.pad(documents.tree.ends, missing, value=tokens)
         positions = functional.pad(documents.tree.positions, missing)
-    window = tokens if window is None else window
+    reach = tokens if window is None else window
 
-    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        is_near = positions[query] - positions[key] < window
-        return (key <= query) & (query < ends[key]) & is_near
+    def follows(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends[key])
+
+    def is_near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return positions[query] - positions[key] < reach
 
     blocks = place.view(-1, BLOCK)
     first, last = blocks[:, :1], blocks[:, -1:]  # of a block of queries
     earliest, latest = positions.view(-1, BLOCK).aminmax(dim=1)
     first_end, last_end = ends.view(-1, BLOCK).aminmax(dim=1)  # of a block of keys
     is_before = first > first.T
-    is_seen = is_before & (last_end > first) & (earliest[:, None] - latest < window)
-    is_full = is_before & (first_end > last) & (latest[:, None] - earliest < window)
+    is_seen = is_before & (last_end > first) & (earliest[:, None] - latest < reach)
+    is_full = is_before & (first_end > last) & (latest[:, None] - earliest < reach)
     is_partial = (is_seen & ~is_full) | (first == first.T)
     return BlockMask.from_kv_blocks(
         *_of_all_heads(is_partial),
         *_of_all_heads(is_full),
         BLOCK_SIZE=BLOCK,
-        mask_mod=sees,
+        mask_mod=follows if window is None else and_masks(follows, is_near),
         seq_lengths=(tokens, tokens),
     )
 
