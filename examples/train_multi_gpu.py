@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer
 setup = read_setup(__doc__, "multi_gpu_output")
 model_name, args, dataset = setup.model_name, setup.training_arguments(), setup.dataset()
 
-accelerator = Accelerator()
+accelerator = Accelerator(mixed_precision=args.mixed_precision)  # as the trainer's
 model = AutoModelForCausalLM.from_pretrained(
     model_name,
     device_map={"": accelerator.device},  # on GPUs the same as accelerator.local_process_index

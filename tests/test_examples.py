@@ -6,8 +6,11 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+import torch
+from accelerate.state import AcceleratorState
 from conftest import ROOT
 from rank_processes import ON_CPU, QUIET, run_two
 
@@ -116,6 +119,16 @@ def test_two_processes_train_an_adapter_and_write_the_files_of_the_guide(model, 
 def test_the_four_lines_train(model, rows, tmp_path, capsys):
     run_script_here("train_single_gpu.py", words(model, rows, tmp_path / "output"))
     assert "'train_loss'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["train_multi_gpu.py", "multi_gpu_training.py"])
+def test_an_example_computes_in_bfloat16_where_a_gpu_does(name, model, rows, tmp_path):
+    """transformers refuses an Accelerator that was made with another precision than its own."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with patch("sft_play.distributed.choose_dtype", return_value=torch.bfloat16):
+        sys.modules.pop("example_setup", None)
+        run_script_here(name, words(model, rows, tmp_path / "output"))
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.long

@@ -135,7 +135,8 @@ def watched(place: Place) -> Findings:
         check = place.run("make", "memory-check", f"TRAIN_OUTPUT_DIR={out}", f"PY={sys.executable}")
         wanted = place.work.environ.items()
         is_set = all(wanted <= environ.items() for _, environ in environs.values())
-        printed = re.findall(r":(\d+):\d+ \[\d+\] NCCL INFO", log.read_text())
+        logs = log.read_text(), (folder.path / "logs" / "rank-1.log").read_text()
+        printed = re.findall(r":(\d+):\d+ \[\d+\] NCCL INFO", "".join(logs))
         findings: Findings = {
             41: (f"{len(ranks)} processes train with the guides' string", is_set),
             44: (f"{len(printed)} lines of NCCL INFO", {*map(str, pids)} <= {*printed}),
@@ -162,11 +163,9 @@ def _on_gpus(place: Place, folder: RunFolder, check: str, ranks: list[int]) -> F
     events = EventAccumulator(str(folder.path / "tb"))
     events.Reload()
     loads, memory = (
-        [
-            max(each.value for each in events.Scalars(f"gpu/{gpu}/{name}"))
-            for gpu in range(len(used))
-        ]
-        for name in ("util_percent", "used_gib")
+        [take(each.value for each in events.Scalars(f"gpu/{gpu}/{name}")) for gpu in range(len(used))]
+        # the memory of now; that of the probe before the first step may be more
+        for name, take in (("util_percent", max), ("used_gib", lambda values: [*values][-1]))
     )
     return {
         69: (check, _are_near([ours.get(key, 0) for key in theirs], theirs.values())),
