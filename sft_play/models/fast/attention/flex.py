@@ -25,7 +25,6 @@ from torch.nn.attention.flex_attention import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sft_play.data.documents import Documents
-from sft_play.data.packing import padded_width
 from sft_play.models.fast.attention.reference import Scoring
 
 BLOCK = 128  # tokens
@@ -46,7 +45,7 @@ def attend_flex(
 
     tokens = len(query)
     # with fewer tokens than a block, torch would use its decoding kernel, which has no blocks
-    width = -(-padded_width(tokens) // BLOCK) * BLOCK
+    width = kernel_width(tokens)
     heads_first = []
     for tensor in (query, key, value):
         if tokens < width:
@@ -67,6 +66,19 @@ def attend_flex(
         out, aux = found
         found = _with_sinks(out, aux.lse, scoring.sinks)
     return found[0].transpose(0, 1)[:tokens]
+
+
+def kernel_width(tokens: int) -> int:
+    """Return the tokens that the kernel computes: the compiler takes seconds for each number.
+
+    There are four widths between consecutive powers of two; the padding costs little, as its tokens
+    attend to themselves alone.
+
+    >>> [kernel_width(tokens) for tokens in (1, 1000, 1025, 15000)]
+    [128, 1024, 1280, 16384]
+    """
+    step = max(BLOCK, 1 << tokens.bit_length() >> 3)
+    return -(-tokens // step) * step
 
 
 def _with_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
@@ -92,17 +104,19 @@ def _block_mask(documents: Documents, tokens: int, window: int | None) -> BlockM
 def make_block_mask(documents: Documents, tokens: int, window: int | None) -> BlockMask:
     """Return the mask of causal attention within documents, and within a window of tokens.
 
-    Tokens after the last document form a separate document; `tokens` is a multiple of BLOCK.
+    Each token after the last document is alone; `tokens` is a multiple of BLOCK.
     """
     place = torch.arange(tokens, device=documents.boundaries.device, dtype=torch.int32)
-    if documents.tree is None:
-        boundaries = functional.pad(documents.boundaries, (0, 1), value=tokens)
-        ends = boundaries[torch.searchsorted(boundaries[:-1], place, right=True)]
-        positions = place  # only their differences in a document are read
-    else:
+    boundaries = functional.pad(documents.boundaries, (0, 1))
+    ends = boundaries[torch.searchsorted(boundaries[:-1], place, right=True)]
+    positions = place  # only their differences in a document are read
+    if documents.tree is not None:
         missing = (0, tokens - len(documents.tree.ends))
-        ends = functional.pad(documents.tree.ends, missing, value=tokens)
-        positions = functional.pad(documents.tree.positions, missing)
+        ends, positions = (
+            functional.pad(facts, missing)
+            for facts in (documents.tree.ends, documents.tree.positions)
+        )
+    ends = torch.maximum(ends, place + 1)  # of padding, which has none yet
     reach = tokens if window is None else window
 
     def follows(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
