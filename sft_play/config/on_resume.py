@@ -26,9 +26,9 @@ OF_LAUNCH = """
 # The precision that follows from bf16 and fp16 must match: the stamp has it
 PLANNED = """
     train.batch_size train.grad_accum train.gradient_checkpointing train.activation_offloading
-    train.eval_batch_size train.generation_max_new_tokens train.packing train.share_prefixes train.bf16 train.fp16
+    train.eval_batch_size train.generation_max_new_tokens train.packing train.bf16 train.fp16
     train.ddp_timeout train.dataloader_pin_memory train.probe train.strategy train.fsdp_offload
-    train.weight_offloading train.context_parallel
+    train.weight_offloading train.context_parallel train.share_prefixes
 """.split()
 FREE = """
     model.attn_implementation model.device_map model.trust_remote_code model.allow_pickled_weights

@@ -8,7 +8,7 @@ Legend: B sequences of a micro-batch, T tokens of its widest, N documents, I ima
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -26,7 +26,7 @@ from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import ImageFile, Images
 from sft_play.data.store import Sample, Split
-from sft_play.data.trees import Branch, TreeTokens, Units, lay_out
+from sft_play.data.trees import Branch, Units, lay_out
 
 TYPES = ("mm_token_type_ids", "token_type_ids")  # names of the token types in models
 
@@ -308,9 +308,9 @@ class PackCollator:
         if rows < len(sequences):
             sequences = [_join(sequences)]
         ids = _pad([sequence.ids for sequence in sequences], self.pad_id, width)
-        rows_of_tokens = [_lay_out(sequence, width) for sequence in sequences]
-        positions = np.stack([tokens.positions for tokens in rows_of_tokens])
-        inputs = {"input_ids": ids, "position_ids": torch.from_numpy(positions)}
+        branches = list(chain.from_iterable(_branches(sequence, width) for sequence in sequences))
+        positions, ends, parents = map(torch.from_numpy, lay_out(branches))
+        inputs = {"input_ids": ids, "position_ids": positions.view_as(ids)}
         blocks: list[ImageBlock] = []
         if self.images is not None:
             lengths = [sequence.lengths for sequence in sequences]
@@ -326,14 +326,8 @@ class PackCollator:
         if not any(sequence.trees for sequence in sequences):
             return _batch(sequences, width, inputs, documents)
         assert documents is not None, "a mask of positions does not keep branches apart"
-        begins = width * np.arange(len(sequences))[:, None]  # of the rows
-        ends, parents = (
-            torch.from_numpy((begins + np.stack(facts)).flatten())
-            for facts in list(zip(*rows_of_tokens, strict=True))[1:]
-        )
-        tree = TreeRows(inputs["position_ids"].flatten().int(), ends.int())
-        longest = int(tree.positions.max()) + 1
-        documents = replace(documents, longest=longest, tree=tree)
+        tree = TreeRows(positions.int(), ends.int(), branches)
+        documents = replace(documents, longest=int(positions.max()) + 1, tree=tree)
         return _batch(sequences, width, inputs, documents, parents)
 
 
@@ -342,11 +336,11 @@ def images_by_document(sequences: Sequence[TokenSequence]) -> list[Images]:
     return list(chain.from_iterable(sequence.images for sequence in sequences))
 
 
-def _lay_out(sequence: TokenSequence, width: int) -> TreeTokens:
-    """Return the facts about the tokens (T,) of a padded row; the padding is a document."""
-    padding = width - len(sequence.ids)
-    branches = [*chain.from_iterable(sequence.branches), *[Branch(0, padding)] * (padding > 0)]
-    return lay_out(branches)
+def _branches(sequence: TokenSequence, width: int) -> Iterator[Branch]:
+    """Yield the branches of a padded row; the padding is a document."""
+    yield from chain.from_iterable(sequence.branches)
+    if width > len(sequence.ids):
+        yield Branch(0, width - len(sequence.ids))
 
 
 def _batch(

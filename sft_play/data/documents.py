@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from sft_play.data.trees import Branch
+
 # The keyword arguments that pass documents to transformers' models
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 DOCUMENTS = "documents"  # the keyword argument that passes them to ours, `watch_documents`
@@ -30,6 +32,7 @@ class TreeRows(NamedTuple):
 
     positions: Tensor
     ends: Tensor
+    branches: Sequence[Branch] = ()  # of all rows, padding included
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +71,9 @@ class Documents:
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return the documents with changed tensors, e.g. on another device."""
-        tree = self.tree and TreeRows(*map(change, self.tree))
+        tree = self.tree
+        if tree is not None:
+            tree = tree._replace(positions=change(tree.positions), ends=change(tree.ends))
         return replace(self, boundaries=change(self.boundaries), tree=tree)
 
     @cached_property

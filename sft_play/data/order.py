@@ -2,8 +2,8 @@
 
 A step has the same rows for any batch size and any number of ranks, packed or not; these
 only change its speed. A conversation may give several samples: all of them are in the step of their
-row. `row_ends` (R,) are the ends of the rows among the samples; None means one sample per row. Where
-samples share beginnings, their units (`data.trees`) take the place of samples.
+row. `row_ends` (R,) are the ends of the rows among the samples; None means one sample per row.
+Where samples share beginnings, their units (`data.trees`) take the place of samples.
 """
 
 import copy

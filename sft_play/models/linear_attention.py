@@ -142,24 +142,27 @@ def fla_convolution(
     return mixed
 
 
-def fla_delta_rule(name: str, *inputs: Tensor, is_normed: bool, **boundaries: Tensor) -> Tensor:
-    """Return the gated delta rule (B, T, H, P); `name` is the operator's.
+def fla_delta_rule(
+    name: str, *inputs: Tensor, is_normed: bool, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gated delta rule (B, T, H, P) and, if asked, the last states (N, H, S, P).
+
+    `name` is the operator's. `options` may be boundaries, initial_state and output_final_state.
 
     Inputs: queries, keys (B, T, H, S), values (B, T, H, P), decays (B, T, H), or (B, T, H, S) for
     chunk_kda, and beta (B, T, H).
     """
     if triton_kernels.is_traced:
-        return AllocatedDeltaRule.apply(*inputs)
+        return AllocatedDeltaRule.apply(*inputs), None
     if name == "chunk_kda":
         from fla.ops.kda import chunk_kda as kernel
     else:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
 
     query, key, value, decay, beta = inputs
-    mixed, _ = kernel(
-        query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=is_normed, **boundaries
+    return kernel(
+        query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=is_normed, **options
     )
-    return mixed
 
 
 def fla_linear_attention(

@@ -111,9 +111,7 @@ def sharing_ranks(context: RunContext, data: RunData, model: nn.Module) -> Conte
     return context_group(context.process, shared)
 
 
-def step_guard(
-    context: RunContext, order: StepSampler, data: RunData, units: Units
-) -> StepGuard:
+def step_guard(context: RunContext, order: StepSampler, data: RunData, units: Units) -> StepGuard:
     """Return the guard that finds steps with NaN or infinity, and names their rows."""
     train = context.config.train
 

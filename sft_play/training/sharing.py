@@ -51,8 +51,10 @@ def share_or_separate(context: RunContext, loop: TrainingLoop, data: RunData) ->
 def _why_separate(context: RunContext, loop: TrainingLoop) -> str | None:
     kernels = fused_kernels_of(loop.engine.model)
     name = type(loop.engine.model).__name__
-    if kernels.has_mixers:
-        return f"layers of {name} keep a state, which would have to branch"
+    states = {type(each): vars(each).get("mixer_state") for each in loop.engine.model.modules()}
+    for kind, state in states.items():
+        if state is not None and not state.takes_trees:
+            return f"the state of {kind.__name__} cannot branch"
     if "attention" not in kernels.on:
         return f"no fused attention ({kernels.off.get('attention', 'nothing is fused')})"
     assert isinstance(loop.collator, PackCollator), "it collates trees"

@@ -150,9 +150,7 @@ class StepLog:
             return None
         return tokens / work.seconds, distinct / work.seconds
 
-    def add_rows(
-        self, lengths: Sequence[int], labelled: int, shared: Sequence[int] = ()
-    ) -> None:
+    def add_rows(self, lengths: Sequence[int], labelled: int, shared: Sequence[int] = ()) -> None:
         """Count the samples of a step of this rank, by their tokens; `labelled` have a label.
 
         `shared` are beginnings that were computed for an earlier sample already.

@@ -16,7 +16,7 @@ convolution, H heads, G groups of heads, P features per head, S per state.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -113,6 +113,11 @@ def _convolution(own: Kernel) -> Kernel:
     ) -> Tensor:
         """Return the convolution (1, C, T) of hidden states (1, C, T)."""
         batch = _documents.get()
+        if batch is not None and batch.tree is not None:
+            found, places = indices.places_with_ancestors(batch, weight.shape[-1] - 1)
+            spread = functional.pad(hidden_states, (0, 1))[..., found]  # the last one is zero
+            with documents_of_call(None):
+                return convolve(spread, weight, bias, activation)[..., places]
         if uses_fla(hidden_states) and activation in FLA_ACTIVATIONS:
             x = hidden_states.transpose(1, 2)
             mixed = fla_convolution(x, weight, bias, activation, **_boundaries(batch))
@@ -147,15 +152,61 @@ def _delta_rule(own: Kernel, name: str) -> Kernel:
 
     def delta_rule(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Any:
         """Return the delta rule, with the state reset at each document."""
+        batch = _documents.get()
+        inputs = (query, key, value, kwargs["g"], kwargs["beta"])
+        is_normed = kwargs["use_qk_l2norm_in_kernel"]
+        if batch is not None and batch.tree is not None:
+            run = partial(_delta_rule_of_segments, own, name, is_normed)
+            return _by_levels(run, inputs, indices.segments(batch)), None
         is_plain = not kwargs.get("output_final_state")
         if not (uses_fla(query) and is_plain):
             return in_groups(query, key, value, **kwargs)
-        inputs = (query, key, value, kwargs["g"], kwargs["beta"])
-        is_normed = kwargs["use_qk_l2norm_in_kernel"]
-        boundaries = _boundaries(_documents.get())
-        return fla_delta_rule(name, *inputs, is_normed=is_normed, **boundaries), None
+        return fla_delta_rule(name, *inputs, is_normed=is_normed, **_boundaries(batch))[0], None
 
     return delta_rule
+
+
+def _by_levels(
+    run: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor], segments: indices.Segments
+) -> Tensor:
+    """Return the outputs (1, T, ...) of a scan over trees: a segment begins with a state before it.
+
+    `run(inputs, level, states)` returns the outputs of a level's segments, and their last states.
+    """
+    outputs: list[Tensor] = []
+    states: Tensor | None = None
+    for level in segments.levels:
+        if states is not None:
+            states = states.index_select(0, level.parents)
+        own = [tensor.index_select(1, level.tokens) for tensor in inputs]
+        output, states = run(own, level, states)
+        outputs.append(output)
+    return torch.cat(outputs, dim=1).index_select(1, segments.places)
+
+
+def _delta_rule_of_segments(
+    own: Kernel,
+    name: str,
+    is_normed: bool,
+    inputs: Sequence[Tensor],
+    level: indices.Level,
+    states: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the delta rule (1, T, H, P) of segments, and their last states (S, H, ...)."""
+    options = {"initial_state": states, "output_final_state": True}
+    if uses_fla(inputs[0]):
+        of_level = dict(zip(("cu_seqlens", "cu_seqlens_cpu"), level.boundaries, strict=True))
+        return fla_delta_rule(name, *inputs, is_normed=is_normed, **of_level, **options)
+    found = []
+    parts = zip(*(tensor.split(level.lengths, dim=1) for tensor in inputs), strict=True)
+    for number, (query, key, value, decay, beta) in enumerate(parts):
+        if states is not None:
+            options["initial_state"] = states[number : number + 1]
+        found.append(
+            own(query, key, value, g=decay, beta=beta, use_qk_l2norm_in_kernel=is_normed, **options)
+        )
+    outputs, last = zip(*found, strict=True)
+    return torch.cat(outputs, dim=1), torch.cat(last)
 
 
 def _mamba2_scan(own: Kernel) -> Kernel:
@@ -272,12 +323,20 @@ KERNELS: dict[str, Callable[[Kernel], Kernel]] = {
 LEFT_OUT = (*BOUNDARIES, "seq_idx")
 
 
+# Those that pass a state on from a tree's trunk to each branch
+OF_TREES = {"causal_conv1d_fn", "torch_chunk_gated_delta_rule"}
+
+
 @dataclass
 class MixerState:
     """How one mixer runs: set on its module as `mixer_state`."""
 
     packed: PackedDocuments
     fast: Forward | None  # its class's forward method with the functions of KERNELS
+
+    @property
+    def takes_trees(self) -> bool:
+        return self.fast is not None and {*self.fast.__code__.co_names} & {*KERNELS} <= OF_TREES
 
 
 def install_mixer(module: nn.Module, packed: PackedDocuments, is_fast: bool = True) -> None:

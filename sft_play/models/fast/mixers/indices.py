@@ -7,10 +7,12 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sft_play.data.documents import Documents
+from sft_play.data.trees import lay_out
 
 ROUNDED_TO = 64  # tokens: a linear attention chunk; lengths in a group differ by less
 
@@ -20,6 +22,22 @@ class Groups(NamedTuple):
 
     tokens: tuple[Tensor, ...]  # per group (documents, width): indices of flattened tokens
     places: Tensor  # (B * T,): the index of each token in the flattened, concatenated groups
+
+
+class Level(NamedTuple):
+    """Segments of trees: runs of tokens that the same samples have, S of them."""
+
+    tokens: Tensor  # of the flattened tokens, those of all segments
+    lengths: list[int]  # (S,)
+    boundaries: tuple[Tensor, Tensor]  # (S + 1,) int64, on the batch's device and on the CPU
+    parents: Tensor | None  # (S,) int64, segments of the level before; None: they begin a sample
+
+
+class Segments(NamedTuple):
+    """Segments by the number of those before them in their samples."""
+
+    levels: list[Level]
+    places: Tensor  # (B * T,): the index of each token in the concatenated levels
 
 
 def _once(compute: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +71,58 @@ def places_with_gaps(documents: Documents, tokens: int, gap: int) -> Tensor:
     """Return the index (tokens,) of each token if `gap` empty places separate documents."""
     place = torch.arange(tokens, device=documents.boundaries.device)
     return place + gap * torch.bucketize(place, long_boundaries(documents)[1:-1], right=True)
+
+
+@_once
+def segments(documents: Documents) -> Segments:
+    """Return the segments of the trees of a batch."""
+    branches, device = documents.tree.branches, documents.boundaries.device
+    parents = lay_out(branches).parents
+    begins = np.cumsum([0, *(branch.own for branch in branches)])[:-1]
+    starts = np.unique(np.concatenate([begins, parents[begins] + 1]))
+    lengths = np.diff(np.append(starts, len(parents)))
+    before = np.searchsorted(starts, parents[starts], side="right") - 1  # -1: none
+    depth = np.zeros(len(starts), np.int64)
+    for segment, parent in enumerate(before.tolist()):
+        depth[segment] = depth[parent] + 1 if parent >= 0 else 0
+    levels, index_in = [], np.zeros(len(starts), np.int64)  # of a segment in its level
+    for level in range(int(depth.max()) + 1):
+        own = np.flatnonzero(depth == level)
+        index_in[own] = np.arange(len(own))
+        runs = [np.arange(starts[each], starts[each] + lengths[each]) for each in own]
+        ends = torch.from_numpy(np.append(0, np.cumsum(lengths[own])))
+        levels.append(
+            Level(
+                torch.from_numpy(np.concatenate(runs)).to(device),
+                lengths[own].tolist(),
+                (ends.to(device), ends),
+                torch.from_numpy(index_in[before[own]]).to(device) if level else None,
+            )
+        )
+    return Segments(levels, torch.cat([level.tokens for level in levels]).argsort())
+
+
+@_once
+def places_with_ancestors(documents: Documents, gap: int) -> tuple[Tensor, Tensor]:
+    """Return flattened tokens so that each follows the `gap` before it in its samples, or -1.
+
+    Also returns the index (B * T,) of each token among them.
+    """
+    branches, device = documents.tree.branches, documents.boundaries.device
+    parents = lay_out(branches).parents
+    found, begin = [], 0
+    for branch in branches:
+        ancestors = [begin]
+        for _ in range(gap):
+            last = ancestors[-1]
+            ancestors.append(int(parents[last]) if last >= 0 else -1)
+        found += [*ancestors[:0:-1], *range(begin, begin + branch.own)]
+        begin += branch.own
+    is_own = torch.ones(len(found), dtype=torch.bool)
+    lengths = [gap + branch.own for branch in branches]
+    for start in np.cumsum([0, *lengths])[:-1].tolist():
+        is_own[start : start + gap] = False
+    return torch.tensor(found).to(device), is_own.nonzero()[:, 0].to(device)
 
 
 @_once
