@@ -111,9 +111,8 @@ def sharing_run(planned: PlannedRun, data: RunData) -> PlannedRun:
     if is_sharing:
         planned = planned.with_units(tree_tokens=planned.config.model.max_seq_len)
     elif shared and setting == "auto":
-        print(
-            f"beginnings that samples share, {shared / tokens:.0%} of the tokens, {SEPARATE}: {reason}"
-        )
+        share = f"{shared / tokens:.0%} of the tokens"
+        print(f"beginnings that samples share, {share}, {SEPARATE}: {reason}")
     return replace(planned, config=planned.config.changed({"train.share_prefixes": is_sharing}))
 
 
