@@ -19,8 +19,9 @@ from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.processor import Processor, load_processor
 from sft_play.data.render import Renderer
+from sft_play.data.row_hashes import RowHashes
 from sft_play.data.rows import IMAGE_MARK, ImageFile, Message, Row
-from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWriter, to_arrays
+from sft_play.data.store import Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.images import image_inputs_of
 

@@ -11,13 +11,21 @@ from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load_merged
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.cards import parse_hardware
+from sft_play.plan.config_json import load_facts
 from sft_play.plan.devices import Hardware
 from sft_play.plan.memory import GIB, PhaseBytes, StepBytes, step_bytes
-from sft_play.plan.model_shape import ModelShape
+from sft_play.plan.model_shape import ModelShape, shape_of
 from sft_play.plan.probe_fit import MeasuredFit, ProbePoint
 from sft_play.plan.resolve import resolve_plan
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.step import Layout, StepSpec
+
+
+def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:
+    """Return the shape of a local model, a well-known one, or one in the hub's cache or on the hub."""
+    facts = load_facts(name, revision, environ)
+    return replace(shape_of(facts.config, name), structure=facts.structure)
+
 
 EMPTY = str(NO_CONFIG)
 CPU = Hardware("cpu", (), 8, 64 * GIB)

@@ -1,7 +1,7 @@
 """How large the library may be, package by package, and how much Python a training step may run.
 
-Each package has 1 % of slack over its size of 2026-11-28, so that a fix need not be squeezed. A
-feature that needs more says so in the commit that raises a number.
+Each package has 1 % of slack over its size of 2026-11-28, so that a fix need not be squeezed; trees
+of samples (data, models, training) came after. A feature that needs more says so in the commit that raises a number.
 """
 
 import ast
@@ -39,16 +39,16 @@ TOKENS = {
     "commands": 20_710,
     "compat": 1_270,
     "config": 24_990,
-    "data": 72_660,
+    "data": 75_000,
     "evaluation": 12_710,
     "inference": 21_050,
-    "models": 102_550,
+    "models": 103_200,
     "monitor": 7_920,
     "notebook_converter": 10_840,
     "plan": 49_180,
     "reporting": 10_980,
     "runs": 16_530,
-    "training": 46_360,
+    "training": 47_700,
 }
 FILES = 330
 FUNCTIONS = 3_970

@@ -13,8 +13,9 @@ from test_data_template_table import OF_TRL, QUESTION, TRL_NAMES, call, stops_of
 
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.render import IGNORE_INDEX, Renderer, RenderError, render_prompt
+from sft_play.data.row_hashes import hash_row
 from sft_play.data.rows import Message, Row
-from sft_play.data.store import StoredSample, hash_row, to_arrays
+from sft_play.data.store import StoredSample, to_arrays
 from sft_play.data.template_checks import TOOL
 from sft_play.data.templates import ChatTemplate
 from sft_play.data.thoughts import ThoughtPolicy

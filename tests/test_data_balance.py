@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from plan_examples import load_shape
 
 from sft_play.data.order import StepSampler, fullest_step
 from sft_play.data.packing import pack_for_ranks, pack_shortest, slowest_cost
-from sft_play.plan.model_shape import load_shape
 from sft_play.plan.speed import pair_cost, step_flops
 from sft_play.plan.step import PLAIN, Layout
 

@@ -17,7 +17,7 @@ from sft_play.data.assemble import DataFacts, RunData, assemble
 from sft_play.data.cache import read_bad_rows
 from sft_play.data.ledger import PaddedTokens, Tally
 from sft_play.data.order import StepSampler
-from sft_play.data.pipeline import build_run_data, count_padding, packed_run
+from sft_play.data.pipeline import build_run_data, counted_run, packed_run
 from sft_play.data.sources import find_sources
 from sft_play.data.store import Store
 from sft_play.errors import ConfigError, DataError
@@ -358,7 +358,7 @@ def test_padding_is_counted_with_the_micro_batches_of_the_run(built):
     packed = packed_run(planned, data)
     layout = packed.plan.layout
     assert (planned.plan.layout.batch_size, layout.batch_size, layout.micro_batches) == (4, 8, 1)
-    padded = count_padding(planned, packed, data)
+    _, _, padded = counted_run(planned, data)
     samplers = [StepSampler(data.train.lengths, one, 0) for one in (planned.plan.layout, layout)]
     computed = [sum(math.prod(one.shape(batch)) for batch in one) for one in samplers]
     assert [padded.unpacked, padded.packed] == computed

@@ -24,7 +24,9 @@ from sft_play.data.preview import (
 )
 from sft_play.data.preview_page import render_page
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
-from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWriter, to_arrays
+from sft_play.data.row_hashes import RowHashes
+from sft_play.data.store import Split, Store, StoredSample, StoreWriter, to_arrays
+from sft_play.data.trees import Units, find_units
 from sft_play.plan.step import Layout
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,16 +167,19 @@ def test_the_first_and_the_instructive_are_chosen(tmp_path):
     }
 
 
+def units_of(lengths: np.ndarray) -> Units:
+    return find_units(lengths, np.zeros_like(lengths), np.arange(1, 1 + len(lengths)), None)
+
+
 def test_a_packed_example_is_a_sequence_of_several_documents():
     lengths = np.array([3, 4, 5, 2, 6, 8])
-    found = first_packed_sequence(
-        lengths, Layout(3, grad_accum=2, world_size=1, max_seq_len=10, fullest_step=3), seed=0
-    )
+    layout = Layout(3, grad_accum=2, world_size=1, max_seq_len=10, fullest_step=3)
+    found = first_packed_sequence(units_of(lengths), layout, seed=0)
     assert len(found) > 1
     assert sum(lengths[found]) <= 10
     assert (
         first_packed_sequence(
-            np.array([10, 10, 10]),
+            units_of(np.array([10, 10, 10])),
             Layout(1, grad_accum=3, world_size=1, max_seq_len=10, fullest_step=3),
             seed=0,
         )

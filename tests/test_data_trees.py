@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
-from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWriter, to_arrays
+from sft_play.data.row_hashes import RowHashes
+from sft_play.data.store import Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.data.trees import Branch, find_units, lay_out
 
 SEEDS = range(8)

@@ -18,9 +18,10 @@ from sft_play.data.collate import TrainRows
 from sft_play.data.preview import weight_note
 from sft_play.data.render import RenderedSample, Renderer
 from sft_play.data.row_formats import match_format
+from sft_play.data.row_hashes import RowHashes
 from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, parse_record
 from sft_play.data.rows import Row
-from sft_play.data.store import RowHashes, Sample, Store, StoredSample, StoreWriter, to_arrays
+from sft_play.data.store import Sample, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.models.fast.loss.head import fuse_loss, sum_nll
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_llama"

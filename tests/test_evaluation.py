@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.schema import TrainSection
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, render_prompt
+from sft_play.data.row_hashes import RowHashes
 from sft_play.data.rows import Message
 from sft_play.data.splits import answer_token_limit, drawn
-from sft_play.data.store import RowHashes, Split, Store, StoredSample, StoreWriter, to_arrays
+from sft_play.data.store import Split, Store, StoredSample, StoreWriter, to_arrays
 from sft_play.errors import DivergedError
 from sft_play.evaluation import generate
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, mean_loss

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from sft_play.data.documents import Documents
 from sft_play.models import fast
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.flex import BLOCK, make_block_mask
@@ -40,8 +41,8 @@ def test_gradients_at_the_end_of_a_long_row_are_finite_and_those_of_its_window()
     draw = torch.Generator().manual_seed(0)
     row = torch.randn(1, tokens, 3, 1, 8, generator=draw)
     scoring = Scoring(0.3, window)
-    mask = make_block_mask(torch.tensor([0, tokens], dtype=torch.int32), tokens, window)
     blocks = -(-tokens // BLOCK)
+    mask = make_block_mask(Documents.of_lengths([tokens]), blocks * BLOCK, window)
     assert mask.kv_num_blocks.shape[-1] == blocks and mask.kv_num_blocks.max() <= 2
     end = row[:, -4 * window :].clone().requires_grad_()
     alone = row[:, -2 * window :].clone().requires_grad_()

@@ -17,6 +17,7 @@ from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.documents import Documents
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.trees import Branch
 from sft_play.models.fast import documents as by_document
 from sft_play.models.fast.capture import LENGTHS
 from sft_play.models.fast.documents import UNMASKED
@@ -54,7 +55,7 @@ def labels_of(document: np.ndarray) -> np.ndarray:
 def sequence(row: list[np.ndarray]) -> TokenSequence:
     lengths = tuple(len(document) for document in row)
     labels = np.concatenate([labels_of(document) for document in row])
-    return TokenSequence(np.concatenate(row), labels, lengths)
+    return TokenSequence(np.concatenate(row), labels, tuple((Branch(0, each),) for each in lengths))
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -298,7 +299,9 @@ def test_groups_hold_every_token_once():
         (1, 65),
         (1, 130),
     ]
-    assert indices.places_with_gaps(batch, sum(lengths), 3)[:4].tolist() == [0, 1, 2, 6]
+    found, places = indices.places_with_ancestors(batch, 3)
+    assert found[:10].tolist() == [-1, -1, -1, 0, 1, 2, -1, -1, -1, 3]
+    assert places[:4].tolist() == [3, 4, 5, 9]
 
 
 def test_outputs_that_are_no_tokens_are_dropped():

@@ -4,11 +4,12 @@ import doctest
 
 import pytest
 import torch
+from plan_examples import load_shape
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sft_play.plan import speed
-from sft_play.plan.model_shape import ModelShape, load_shape
+from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.speed import pair_cost, step_flops
 from sft_play.plan.step import PLAIN
 

@@ -10,6 +10,7 @@ import hostile_folders as hostile
 import pytest
 from hostile_tokenizers import TEMPLATES, TOKENIZERS, WRITES, template
 from marks import long
+from plan_examples import load_shape
 from record_files import run_data, write_rows
 from tiny_models import tiny_model
 
@@ -21,7 +22,6 @@ from sft_play.errors import ConfigError, DataError, EnvironmentFault, disk_error
 from sft_play.models.expert_adapters import load_frozen_adapter
 from sft_play.plan.base_model import require_base
 from sft_play.plan.config_json import load_positions
-from sft_play.plan.model_shape import load_shape
 from sft_play.runs.model_folder import find_model, read_adapter_config
 
 FOLDERS = hostile.configs() | hostile.files() | hostile.headers() | hostile.indexes()

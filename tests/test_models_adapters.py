@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft.optimizers import create_loraplus_optimizer
-from plan_examples import STEP
+from plan_examples import STEP, load_shape
 from safetensors.torch import load_file
 from traced_steps import traced_point
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -23,7 +23,6 @@ from sft_play.models.parameters import count_parameters
 from sft_play.models.step_meter import StepSetup
 from sft_play.plan.activations import layer_bytes_per_token
 from sft_play.plan.fast import FastSetup, plan_kernels
-from sft_play.plan.model_shape import load_shape
 from sft_play.plan.step import Adapters
 from sft_play.plan.traced import TracedSize
 from sft_play.process import Process

@@ -8,12 +8,14 @@ from torch import nn
 
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.trees import Branch
 from sft_play.models.unsloth import PackedBatchHooks
 
 
 def sequence_of(*lengths: int) -> TokenSequence:
     tokens = sum(lengths)
-    return TokenSequence(np.arange(5, 5 + tokens), np.full(tokens, IGNORE_INDEX), lengths)
+    trees = tuple((Branch(0, each),) for each in lengths)
+    return TokenSequence(np.arange(5, 5 + tokens), np.full(tokens, IGNORE_INDEX), trees)
 
 
 def test_the_rows_of_a_pack_are_joined_for_unsloth_and_parted_again():

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from plan_examples import load_shape
 
 from sft_play.config import loader
 from sft_play.data.messages import MAX_WEIGHT, parse_weight
@@ -12,7 +13,6 @@ from sft_play.data.rows import InvalidRowError
 from sft_play.data.tables import read_sheet
 from sft_play.data.templates import render_template
 from sft_play.errors import ConfigError, DataError, EnvironmentFault
-from sft_play.plan.model_shape import load_shape
 from sft_play.runs import lock, metrics
 
 CONFIG = {

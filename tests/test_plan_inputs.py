@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from plan_examples import CPU, EIGHT_B, plan_for
+from plan_examples import CPU, EIGHT_B, load_shape, plan_for
 
 from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
@@ -13,7 +13,6 @@ from sft_play.plan.batch import smallest
 from sft_play.plan.cards import parse_hardware
 from sft_play.plan.inputs import Draft, PlanInputs, draft_of, plan_step, rank_step
 from sft_play.plan.memory import GIB, step_bytes
-from sft_play.plan.model_shape import load_shape
 from sft_play.plan.ranks import Machine, plan_ranks
 from sft_play.plan.warnings import shortage
 

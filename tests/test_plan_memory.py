@@ -4,12 +4,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from plan_examples import EIGHT_B, EXAMPLE, LAYOUT, STEP, held, peak, plan_for
+from plan_examples import EIGHT_B, EXAMPLE, LAYOUT, STEP, held, load_shape, peak, plan_for
 
 from sft_play.config.deepspeed_json import Fetching
 from sft_play.plan.activations import OFFLOADS_IN_FLIGHT, TILE_TOKENS
 from sft_play.plan.memory import GIB, PHASES, PhaseBytes, evaluation_rows, step_bytes
-from sft_play.plan.model_shape import ModelShape, load_shape
+from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.step import Adapters
 
 TOKENS = LAYOUT.tokens

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from plan_examples import EIGHT_B
+from plan_examples import EIGHT_B, load_shape
 
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.base_model import require_base
 from sft_play.plan.config_json import KNOWN, go_offline_without_network, known_model, known_models
-from sft_play.plan.model_shape import ModelShape, load_shape, shape_of
+from sft_play.plan.model_shape import ModelShape, shape_of
 from sft_play.plan.step import Adapters
 
 TINY = {

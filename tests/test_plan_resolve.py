@@ -148,6 +148,7 @@ def test_a_resolved_config_holds_numbers_and_absolute_paths():
         "too_long",
         "format",
         "dataloader_num_workers",
+        "share_prefixes",
         "logging_steps",
     }  # by the kind of each row
     assert unresolved == expected

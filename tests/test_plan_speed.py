@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from plan_examples import EIGHT_B, STEP, Example, plan_for
+from plan_examples import EIGHT_B, STEP, Example, load_shape, plan_for
 from transformers import AutoConfig
 
 from sft_play.config.loader import PROJECT_ROOT
@@ -21,7 +21,7 @@ from sft_play.models.structure import count_structure
 from sft_play.plan import cards
 from sft_play.plan.cards import CARDS, key_of, parse_hardware
 from sft_play.plan.config_json import known_models
-from sft_play.plan.model_shape import ModelShape, load_shape, shape_of
+from sft_play.plan.model_shape import ModelShape, shape_of
 from sft_play.plan.speed import (
     LABELLED,
     OVERHEAD_TOKENS,

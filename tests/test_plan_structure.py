@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from marks import long
-from plan_examples import STEP
+from plan_examples import STEP, load_shape
 from tiny_models import EXPERTS, HYBRID, MODEL_TYPES, tiny_config
 from torch import nn
 from traced_steps import build_on_meta
@@ -23,7 +23,7 @@ from sft_play.models import structure as counter
 from sft_play.plan import counting
 from sft_play.plan.config_json import KNOWN
 from sft_play.plan.counting import load_counted_shape
-from sft_play.plan.model_shape import LLAMA_LIKE, load_shape, shape_of
+from sft_play.plan.model_shape import LLAMA_LIKE, shape_of
 from sft_play.plan.recipe import model_summary
 from sft_play.plan.speed import step_flops
 from sft_play.plan.step import Adapters

@@ -156,14 +156,17 @@ def trained(plan_run, run_worker, chats, tmp_path_factory):
     """A function that returns a finished run of one process or two."""
     bases: dict[str, Path] = {}
 
-    def run(shares: bool, strategy: str, model_type: str = "qwen3", **changes: Any) -> RunFolder:
+    def base_of(model_type: str) -> Path:
         if model_type not in bases:
             tok = tokenizer_of(OF_TRL / "qwen3.jinja", ModelSection())
             folder = tmp_path_factory.mktemp(model_type)
             bases[model_type] = write_base(model_type, folder, tok)
+        return bases[model_type]
+
+    def run(shares: bool, strategy: str, model_type: str = "qwen3", **changes: Any) -> RunFolder:
         ranks = 1 if strategy == "single" else 2
         settings = {
-            "model.name": bases[model_type],
+            "model.name": base_of(model_type),
             "data.train_path": chats["train"],
             "data.val_path": chats["val"],
             "model.max_seq_len": 512,
@@ -180,6 +183,7 @@ def trained(plan_run, run_worker, chats, tmp_path_factory):
         assert set(exits) == {0}, (folder.path / "output.txt").read_text()[-3000:]
         return folder
 
+    run.base_of = base_of
     return run
 
 
@@ -217,3 +221,29 @@ def test_a_run_is_that_of_separate_samples(trained, strategy, model_type, change
     facts = run_json(shared)
     assert facts["distinct_tokens_per_second"] < 0.9 * facts["tokens_per_second"]
     assert run_json(separate).get("distinct_tokens_per_second") is None
+
+
+def test_a_model_whose_states_cannot_branch_trains_separate_samples(trained):
+    separate, shared = (
+        trained(shares, "single", "mamba2", **{"train.max_steps": 2}) for shares in (False, True)
+    )
+    assert losses(shared) == losses(separate)
+    assert run_json(shared)["padding"] == run_json(separate)["padding"]
+    reason = "computed once for each sample: the state of Mamba2Mixer cannot branch"
+    assert reason in (shared.path / "output.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"train.fast_path": False}, "train.fast_path=false turns off the attention for them"),
+        ({"train.share_prefixes": False}, None),
+    ],
+)
+def test_what_cannot_share_says_so_in_one_line(plan_run, trained, chats, capsys, changes, reason):
+    settings = {"data.train_path": chats["train"], "data.val_path": chats["val"]}
+    base = trained.base_of("qwen3")
+    plan_run({"model.name": base, "model.max_seq_len": 512, **settings, **changes})
+    lines = [line for line in capsys.readouterr().out.splitlines() if "beginnings" in line]
+    assert len(lines) == (reason is not None)
+    assert reason is None or lines[0].endswith(f"are computed once for each sample: {reason}")

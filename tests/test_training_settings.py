@@ -96,6 +96,7 @@ ELSEWHERE = {
     "context_parallel": "plan.context, data.collate, models.fast.attention.ulysses",
     "router_aux_loss_coef": "training.experts",
     "fast_path": "models.load",
+    "share_prefixes": "data.pipeline, training.sharing",
     "deliver_as": "models.delivered",
     "profile_steps": "training.observers",
     "resume_from": "resume.checkpoint_to_resume",

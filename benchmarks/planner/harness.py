@@ -23,6 +23,7 @@ from sft_play.data.collate import TokenSequence
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.tokenizer import load_tokenizer
+from sft_play.data.trees import Branch
 from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import load_model
@@ -141,7 +142,9 @@ class Harness:
         """
         ids = np.random.default_rng(0).integers(self.vocab_size, size=(rows, width))
         labels = np.where(np.arange(width) == 0, IGNORE_INDEX, ids)
-        sequences = [TokenSequence(ids[row], labels[row], (width,)) for row in range(rows)]
+        sequences = [
+            TokenSequence(ids[row], labels[row], ((Branch(0, width),),)) for row in range(rows)
+        ]
         batch = collate_for_step(replace(self.loop.collator, max_seq_len=width), sequences)
         return batch.to(self.process.device)
 

@@ -163,7 +163,10 @@ def _on_gpus(place: Place, folder: RunFolder, check: str, ranks: list[int]) -> F
     events = EventAccumulator(str(folder.path / "tb"))
     events.Reload()
     loads, memory = (
-        [take(each.value for each in events.Scalars(f"gpu/{gpu}/{name}")) for gpu in range(len(used))]
+        [
+            take(each.value for each in events.Scalars(f"gpu/{gpu}/{name}"))
+            for gpu in range(len(used))
+        ]
         # the memory of now; that of the probe before the first step may be more
         for name, take in (("util_percent", max), ("used_gib", lambda values: [*values][-1]))
     )

@@ -21,7 +21,7 @@ def preview(
     Raises: ConfigError for a page that exists, unless it `overwrites`; EnvironmentFault when the
     page cannot be written.
     """
-    from sft_play.data.pipeline import packed_run, prepare_run_data
+    from sft_play.data.pipeline import counted_run, prepare_run_data
     from sft_play.data.preview import first_packed_sequence, preview_sequences, print_sequences
     from sft_play.data.preview_page import render_page
     from sft_play.data.tokenizer import load_tokenizer
@@ -30,8 +30,8 @@ def preview(
     data = prepare_run_data(config)
     packed: list[int] = []
     if planned.plan.packing:
-        layout = packed_run(planned, data).plan.layout
-        packed = first_packed_sequence(data.train.lengths, layout, config.epoch_seed, data.row_ends)
+        layout = counted_run(planned, data)[1].plan.layout
+        packed = first_packed_sequence(data.units(layout.tree_tokens), layout, config.epoch_seed)
     tokenizer = load_tokenizer(config)
     sequences = preview_sequences(data, tokenizer, first, config, packed)
     print_sequences(sequences, no_color)

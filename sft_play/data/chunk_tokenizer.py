@@ -31,6 +31,7 @@ from sft_play.data.limits import (
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderError
 from sft_play.data.row_detection import ChunkTask
+from sft_play.data.row_hashes import forget_images, hash_piece, hash_row, hash_rows
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import (
     MAX_COLUMNS_CHARACTERS,
@@ -39,15 +40,7 @@ from sft_play.data.rows import (
     Row,
     shorten,
 )
-from sft_play.data.store import (
-    SampleArrays,
-    StoredSample,
-    forget_images,
-    hash_piece,
-    hash_row,
-    hash_rows,
-    to_arrays,
-)
+from sft_play.data.store import SampleArrays, StoredSample, to_arrays
 from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate
 from sft_play.data.training_text import Samples, is_trained
@@ -174,7 +167,7 @@ class ChunkTokenizer:
         done.samples = to_arrays(stored)
         tally.samples = len(stored)
         tally.distinct_tokens = len(done.samples.ids)
-        tally.tokens = tally.distinct_tokens + int(done.samples.shared.sum())
+        tally.tokens = tally.distinct_tokens + int(done.samples.records["shared"].sum())
         tally.images = len(done.samples.images)
         tally.image_tokens = int(done.samples.records["image_tokens"].sum())
         tally.trained_tokens = int(done.samples.trained.sum())

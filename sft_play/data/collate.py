@@ -33,25 +33,24 @@ TYPES = ("mm_token_type_ids", "token_type_ids")  # names of the token types in m
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One or more documents: ids (T,) and labels (T,) int64, and the length of each document."""
+    """One or more documents: ids (T,) and labels (T,) int64, and the branches of each document."""
 
     ids: np.ndarray
     labels: np.ndarray
-    lengths: tuple[int, ...]
+    trees: tuple[tuple[Branch, ...], ...]  # of each document, its samples
     weights: np.ndarray | None = None  # (T,) of labels in the loss; None: each weight is 1
     images: tuple[Images, ...] = ()  # per document; (): no document has images
-    trees: tuple[tuple[Branch, ...], ...] = ()  # per document, its samples; (): one each
 
     @property
-    def branches(self) -> tuple[tuple[Branch, ...], ...]:
-        """The samples of each document."""
-        return self.trees or tuple((Branch(0, length),) for length in self.lengths)
+    def lengths(self) -> tuple[int, ...]:
+        """The tokens of each document."""
+        return tuple(sum(branch.own for branch in tree) for tree in self.trees)
 
     @property
     def real_branches(self) -> list[Branch]:
         """The samples of the documents that are not fillers."""
         documents = np.split(self.labels, np.cumsum(self.lengths)[:-1])
-        pairs = zip(documents, self.branches, strict=True)
+        pairs = zip(documents, self.trees, strict=True)
         are_real = [(each, (labels != IGNORE_INDEX).any()) for labels, each in pairs]
         return list(chain.from_iterable(each for each, is_real in are_real if is_real))
 
@@ -91,13 +90,11 @@ class TrainRows(Dataset[TokenSequence]):
         )
         if not others:
             return document
-        parts, branches = [document], [Branch(0, len(document.ids))]
-        for other in others:
-            shared = int(self.samples.shared[other])
-            parts.append(_own_tokens(self.samples[other], shared))
-            branches.append(Branch(shared, len(parts[-1].ids)))
-        joined = _join(parts)
-        return replace(joined, lengths=(len(joined.ids),), images=((),), trees=(tuple(branches),))
+        parts = [
+            _own_tokens(self.samples[other], int(self.samples.shared[other])) for other in others
+        ]
+        joined = _join([document, *parts])
+        return replace(joined, images=((),), trees=(tuple(chain.from_iterable(joined.trees)),))
 
 
 def _own_tokens(sample: Sample, shared: int = 0) -> TokenSequence:
@@ -105,7 +102,7 @@ def _own_tokens(sample: Sample, shared: int = 0) -> TokenSequence:
     ids = np.asarray(sample.ids[shared:], dtype=np.int64)
     labels = np.asarray(sample.labels[shared:], dtype=np.int64)
     weights = None if sample.weights is None else sample.weights[shared:]
-    return TokenSequence(ids, labels, (len(ids),), weights, (sample.images,))
+    return TokenSequence(ids, labels, ((Branch(shared, len(ids)),),), weights, (sample.images,))
 
 
 def _join(sequences: Sequence[TokenSequence]) -> TokenSequence:
@@ -114,12 +111,9 @@ def _join(sequences: Sequence[TokenSequence]) -> TokenSequence:
     return TokenSequence(
         np.concatenate([sequence.ids for sequence in sequences]),
         np.concatenate([sequence.labels for sequence in sequences]),
-        tuple(chain.from_iterable(sequence.lengths for sequence in sequences)),
+        tuple(chain.from_iterable(sequence.trees for sequence in sequences)),
         np.concatenate(weights) if weights else None,
         tuple(chain.from_iterable(sequence.images for sequence in sequences)),
-        tuple(chain.from_iterable(sequence.branches for sequence in sequences))
-        if any(sequence.trees for sequence in sequences)
-        else (),
     )
 
 
@@ -288,7 +282,7 @@ class PackCollator:
 
     >>> ids = np.array([5, 6, 7, 8, 9])
     >>> labels = np.array([-100, 6, -100, 8, 9])
-    >>> two = TokenSequence(ids, labels, lengths=(2, 3))
+    >>> two = TokenSequence(ids, labels, ((Branch(0, 2),), (Branch(0, 3),)))
     >>> batch = PackCollator(0, max_seq_len=8)([two])
     >>> batch.ids.tolist(), batch.inputs["position_ids"].tolist()
     ([[5, 6, 7, 8, 9, 0, 0, 0]], [[0, 1, 0, 1, 2, 0, 1, 2]])
@@ -323,7 +317,7 @@ class PackCollator:
                 *others, last = sequence.lengths
                 filled += [*others, last + width - len(sequence.ids)]
             documents = Documents.of_lengths(filled, blocks)
-        if not any(sequence.trees for sequence in sequences):
+        if not any(branch.shared for branch in branches):
             return _batch(sequences, width, inputs, documents)
         assert documents is not None, "a mask of positions does not keep branches apart"
         tree = TreeRows(positions.int(), ends.int(), branches)
@@ -338,7 +332,7 @@ def images_by_document(sequences: Sequence[TokenSequence]) -> list[Images]:
 
 def _branches(sequence: TokenSequence, width: int) -> Iterator[Branch]:
     """Yield the branches of a padded row; the padding is a document."""
-    yield from chain.from_iterable(sequence.branches)
+    yield from chain.from_iterable(sequence.trees)
     if width > len(sequence.ids):
         yield Branch(0, width - len(sequence.ids))
 

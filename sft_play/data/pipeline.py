@@ -75,9 +75,7 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     data = prepare_run_data(planned.config)
     refuse_images(planned, data)
     write_quarantine(folder, data.sources)
-    planned = sampled_run(sharing_run(planned, data), data)
-    packed = packed_run(planned, data)
-    padding = count_padding(planned, packed, data)
+    planned, packed, padding = counted_run(planned, data)
     folder.write_data(DataFacts(data.sources, padding).to_json())
     return with_loaders(with_answer_limit(packed if planned.plan.packing else planned, data), data)
 
@@ -95,6 +93,8 @@ def why_separate(planned: PlannedRun, data: RunData) -> str | None:
         return "Unsloth has no attention for them"
     if config.train.fast_path is False:
         return "train.fast_path=false turns off the attention for them"
+    if planned.plan.zero_stage == 3:
+        return "ZeRO-3 has not been tried with them"
     return None
 
 
@@ -226,9 +226,7 @@ def build_ledger(planned: PlannedRun, account: DataAccount | None = None) -> Led
     The rows read are recorded in the account.
     """
     data = prepare_run_data(planned.config, account)
-    planned = sampled_run(sharing_run(planned, data), data)
-    padding = count_padding(planned, packed_run(planned, data), data)
-    return replace(data.ledger, padding=padding)
+    return replace(data.ledger, padding=counted_run(planned, data)[2])
 
 
 def write_quarantine(folder: RunFolder, sources: TokenizedSplits) -> None:
@@ -241,11 +239,16 @@ def write_quarantine(folder: RunFolder, sources: TokenizedSplits) -> None:
         print(f"warning: {len(rows)} {split} rows cannot be used and are in {path}")
 
 
-def count_padding(planned: PlannedRun, packed: PlannedRun, data: RunData) -> PaddedTokens:
-    """Return the tokens of an epoch, and those computed with padding, packed and not packed."""
+def counted_run(planned: PlannedRun, data: RunData) -> tuple[PlannedRun, PlannedRun, PaddedTokens]:
+    """Return the run of these rows, not packed and packed, and the tokens that an epoch computes.
+
+    Raises: ConfigError for train.share_prefixes=true if no beginning can be shared.
+    """
     from sft_play.data.order import padding
 
+    planned = sampled_run(sharing_run(planned, data), data)
+    packed = packed_run(planned, data)
     seed = planned.config.epoch_seed
     layouts = planned.plan.layout, packed.plan.layout
     units = data.units(packed.plan.layout.tree_tokens)
-    return padding(units.lengths, *layouts, seed, units.row_ends)
+    return planned, packed, padding(units.lengths, *layouts, seed, units.row_ends)

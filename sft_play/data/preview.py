@@ -20,6 +20,7 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import ImageFile, make_visible
 from sft_play.data.splits import continues_row
 from sft_play.data.store import Sample, Split
+from sft_play.data.trees import Units
 from sft_play.progress import drawing
 
 SEARCHED_SAMPLES = 10_000  # samples searched for one with several answers
@@ -93,7 +94,8 @@ def preview_sequences(
     def document(index: int) -> PreviewDocument:
         sample = data.train[index]
         cut = cut_note(int(data.train.records["cut"][index]), config.data.too_long)
-        note = "; ".join(filter(None, (cut, weight_note(sample)))) or None
+        notes = cut, weight_note(sample), branch_note(int(data.train.shared[index]), index)
+        note = "; ".join(filter(None, notes)) or None
         return PreviewDocument(data.train.origin(index), find_spans(sample), note)
 
     sequences = [
@@ -146,6 +148,11 @@ def cut_note(cut_tokens: int, too_long: str) -> str | None:
     return f"{cut_tokens:,} tokens {where} (data.too_long={too_long})"
 
 
+def branch_note(shared: int, index: int) -> str | None:
+    """Return where a sample branches off the one before it; None if they share nothing."""
+    return f"its first {shared:,} tokens are those of sample {index}, too" if shared else None
+
+
 def weight_note(sample: Sample) -> str | None:
     """Return the weights of a sample's answers, in order; None if each is 1."""
     if sample.weights is None:
@@ -156,16 +163,14 @@ def weight_note(sample: Sample) -> str | None:
     return f"its trained tokens weigh {words} in the loss"
 
 
-def first_packed_sequence(
-    lengths: np.ndarray, layout: Layout, seed: int | None, row_ends: np.ndarray | None = None
-) -> list[int]:
+def first_packed_sequence(units: Units, layout: Layout, seed: int | None) -> list[int]:
     """Return the samples of a packed sequence of the first micro-batch.
 
     It is the one with the fewest documents, at least two; [] if no sequence has two.
     """
-    micro_batch = next(iter(StepSampler(lengths, layout, seed, row_ends)))
+    micro_batch = next(iter(StepSampler(units.lengths, layout, seed, units.row_ends)))
     packed = [sequence for sequence in micro_batch if len(sequence) > 1]
-    return min(packed, key=len, default=[])
+    return [*chain.from_iterable(map(units.samples, min(packed, key=len, default=[])))]
 
 
 class SpanFinder:

@@ -234,8 +234,8 @@ def _tokenize(drawn: list[ChunkTask], config: Config) -> tuple[list[int], Tally,
     names_files = False
     tally = Tally()
     for done in tokenize_tasks(iter(drawn), tokenizer, processes=1):
-        own = np.diff(done.samples.records["end"], prepend=0)
-        lengths += (own + done.samples.shared).tolist()
+        records = done.samples.records
+        lengths += (np.diff(records["end"], prepend=0) + records["shared"]).tolist()
         tally.add(done.tally)
         names_files |= bool(done.image_states)
     return lengths, tally, names_files

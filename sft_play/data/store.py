@@ -8,13 +8,10 @@ Legend: N samples, T tokens of one.
 """
 
 import contextlib
-import re
-import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from hashlib import blake2b
-from itertools import groupby
+from functools import cached_property
+from itertools import groupby, repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -23,15 +20,16 @@ import numpy as np
 
 from sft_play.data.file_kinds import format_origin
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
-from sft_play.data.rows import ImageFile, Images, PromptIds, Row
+from sft_play.data.row_hashes import RowHashes
+from sft_play.data.rows import ImageFile, Images, PromptIds
 from sft_play.data.trees import depth_first
 
-HASHED = 64  # messages, each of which is hashed several times
 RECORDS = "samples.bin"
 ID = np.dtype("<i4")
 WEIGHT = np.dtype("<f4")
 FIELDS = """
 end <i8           of its own tokens in ids.bin
+shared <i4        tokens at its start that the sample before it has, too
 number <i8        the row's line or index in its file
 exact <u8         hash of the row's text
 normalized <u8    hash of its words in lower case
@@ -63,7 +61,6 @@ ARRAYS = {  # the files of the fields of SampleArrays
     RECORDS: RECORD,
     "images.bin": IMAGE,
     "image_bytes.bin": np.dtype(np.uint8),  # per image: its path, or its content
-    "shared.bin": ID,  # tokens at the start of a sample that the one before it has, too
 }
 
 
@@ -100,9 +97,8 @@ class Store:
         self.files = files
         self.name = name
         arrays = [_map_array(folder / file, dtype) for file, dtype in ARRAYS.items()]
-        self.ids, self.trained, self.weights, self.records, self.images, *others = arrays
-        self.image_bytes, shared = others
-        self.shared = shared if len(shared) else np.zeros(len(self.records), ID)
+        self.ids, self.trained, self.weights, self.records, self.images, self.image_bytes = arrays
+        self.shared = self.records["shared"]
 
     def __len__(self) -> int:
         return len(self.records)
@@ -156,19 +152,6 @@ class Store:
         return np.diff(np.cumsum([0, *sizes])[self.records["images"]], prepend=0)
 
 
-class RowHashes(NamedTuple):
-    """64-bit hashes of a row.
-
-    `exact` is the hash of all its text; `normalized`, of its words without case, punctuation and
-    spacing; `question`, of the words before its last trained answer, or of all if there are none.
-    """
-
-    exact: int
-    normalized: int
-    question: int
-    group: int = 0  # of its value in the column data.split_by
-
-
 class StoredSample(NamedTuple):
     """A sample to be stored."""
 
@@ -192,7 +175,6 @@ class SampleArrays(NamedTuple):
     records: np.ndarray
     images: np.ndarray
     image_bytes: np.ndarray
-    shared: np.ndarray = np.zeros(0, ID)  # or none: no samples of a row begin alike
 
 
 class StoreWriter(contextlib.ExitStack):
@@ -229,11 +211,9 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
     records = np.zeros(len(samples), dtype=RECORD)
     weights: list[float] = []
     images: list[ImageFile] = []
-    shared = np.zeros(len(samples), ID)
     end = end_of_images = 0
     for index, (stored, common) in enumerate(_as_trees(samples)):
         sample, file, number, hashes, cut, image_tokens = stored
-        shared[index] = common
         ids.append(np.array(sample.ids[common:], ID))
         labels.append(np.array(sample.labels[common:], np.int64))
         end += len(ids[-1])
@@ -243,7 +223,7 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
         images += sample.images
         end_of_images += len(sample.images)
         places = (first, end_of_images, image_tokens)
-        records[index] = (end, number, *hashes, file, *tokens, *places)
+        records[index] = (end, common, number, *hashes, file, *tokens, *places)
     held = [image.data or image.path.encode() for image in images]
     ends = np.cumsum([len(data) for data in held])
     table = [(end, bool(image.path), *image.size) for end, image in zip(ends, images, strict=True)]
@@ -254,25 +234,26 @@ def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
         records,
         np.array(table, IMAGE),
         np.frombuffer(b"".join(held), np.uint8),
-        shared,
     )
 
 
-def _as_trees(samples: Sequence[StoredSample]) -> Iterator[tuple[StoredSample, int]]:
-    """Yield samples, those of each row as a tree, with the tokens that each shares.
+def _as_trees(samples: Sequence[StoredSample]) -> list[tuple[StoredSample, int]]:
+    """Return samples, those of each row as a tree, with the tokens that each shares.
 
     A sample shares no token that it trains, its last one, or any next to images.
     """
+    found = []
     for _, row in groupby(samples, key=itemgetter(slice(1, 4))):
         of_row = list(row)
-        if len(of_row) == 1 or any(sample.rendered.images for sample in of_row):
-            yield from ((sample, 0) for sample in of_row)
+        if len(of_row) == 1 or of_row[0].rendered.images:
+            found += zip(of_row, repeat(0), strict=False)
             continue
         order, common = depth_first([np.array(sample.rendered.ids) for sample in of_row])
         for index, shared in zip(order, common, strict=True):
             labels = np.array(of_row[index].rendered.labels)
             trained = np.append(labels != IGNORE_INDEX, True).argmax()
-            yield of_row[index], min(shared, int(trained), len(labels) - 1)
+            found.append((of_row[index], min(shared, int(trained), len(labels) - 1)))
+    return found
 
 
 class Split:
@@ -368,69 +349,3 @@ def _map_array(path: Path, dtype: np.dtype) -> np.ndarray:
     if not path.exists() or not path.stat().st_size:
         return np.zeros(0, dtype=dtype)
     return np.memmap(path, dtype=dtype, mode="r")
-
-
-def hash_rows(rows: Sequence[Row]) -> RowHashes:
-    """Return hashes of a record's rows, which are trained or evaluated on together."""
-    found = []
-    for values in zip(*map(hash_row, rows), strict=True):
-        distinct = sorted(set(values))
-        found.append(distinct[0] if len(distinct) == 1 else _hash(repr(distinct)))
-    return RowHashes(*found)
-
-
-def hash_piece(hashes: RowHashes, piece: int) -> RowHashes:
-    """Return hashes of a piece of a plain text, which is held out or trained separately."""
-    names = ("exact", "normalized", "question")
-    return hashes._replace(**{name: _hash(f"{getattr(hashes, name)} {piece}") for name in names})
-
-
-def hash_row(row: Row) -> RowHashes:
-    """Return hashes of a row without its system message."""
-    exact = content = "" if row.messages else row.plain_text
-    asked: int | None = None  # messages before the last trained answer
-    contents: list[str] = []
-    facts: list[Any] = []
-    for m in row.messages:
-        images = _key(m.images)
-        calls = (m.reasoning, m.tool_calls, m.name, m.tool_call_id)
-        facts.append((m.role, m.content, *calls, images))
-        if m.role == "system":
-            continue
-        if m.role == "assistant" and m.is_trained:
-            asked = len(contents)
-        contents.append(f"{m.content} {images}" if images else m.content)
-    if row.messages:
-        content = "\n".join(contents)
-        exact = repr(facts + ([row.variables] if row.variables else []))
-    question = "\n".join(contents[:asked])
-    asked_words = _words(question)
-    # a text may have no words
-    words = f"{asked_words} {_words(content[len(question) :])}".strip() or content
-    group = _hash(row.group) if row.group else 0
-    return RowHashes(_hash(exact), _hash(words), _hash(asked_words or question or words), group)
-
-
-def forget_images() -> None:
-    """Read image files again: another chunk may be read much later."""
-    _key.cache_clear()
-
-
-@lru_cache(HASHED)
-def _key(images: Images) -> str:
-    """Return the key of a message's images: a hash of their bytes."""
-    data = (image.data or Path(image.path).read_bytes() for image in images)
-    return " ".join(blake2b(each, digest_size=8).hexdigest() for each in data)
-
-
-def _words(text: str) -> str:
-    if text.isascii():
-        return " ".join(re.findall(r"\w+", text.lower()))
-    composed = unicodedata.normalize("NFC", text)
-    words = " ".join(re.findall(r"\w+", composed.casefold()))
-    return unicodedata.normalize("NFKC", words)  # at once, punctuation would cost thrice the time
-
-
-def _hash(text: str) -> int:
-    digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

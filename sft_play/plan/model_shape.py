@@ -12,7 +12,6 @@ from sft_play.errors import EnvironmentFault
 from sft_play.plan.config_json import (
     ModelConfigJson,
     is_composite,
-    load_facts,
     read_typed,
     text_part,
 )
@@ -179,14 +178,3 @@ def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:
     ):  # no model_type, an unknown one, or values that its class refuses
         return {}
     return {key: getattr(text, key, None) for key in READ}
-
-
-def load_shape(name: str, revision: str | None, environ: Mapping[str, str]) -> ModelShape:
-    """Return the shape of a local model, a well-known one, or one in the hub's cache or on the hub.
-
-    Its structure is included for well-known sizes: see `counting.load_counted_shape`.
-
-    Raises: EnvironmentFault if it is in none of these places.
-    """
-    facts = load_facts(name, revision, environ)
-    return replace(shape_of(facts.config, name), structure=facts.structure)

@@ -148,10 +148,10 @@ def worst_case(loop: TrainingLoop, rows: int, length: int) -> Batch:
         # the id of an image placeholder would require that image
         ids = np.concatenate([seen, np.where(np.isin(drawn, seen), TEXT_ID, drawn)])
         labels = np.concatenate([[IGNORE_INDEX], ids[1:]])
-        trees: tuple[tuple[Branch, ...], ...] = ()
+        tree = (Branch(0, len(ids)),)
         if loop.order.layout.tree_tokens is not None and len(ids) > 2:
-            trees = ((Branch(0, 2), Branch(1, len(ids) - 2)),)
-        sequences.append(TokenSequence(ids, labels, (len(ids),), images=(images,), trees=trees))
+            tree = Branch(0, 2), Branch(1, len(ids) - 2)
+        sequences.append(TokenSequence(ids, labels, (tree,), images=(images,)))
     part = loop.loss.context and loop.loss.context.part
     return collate_for_step(loop.collator, sequences, part)
 

@@ -48,8 +48,6 @@ MAX_ROUNDED_COARSE = 0.5
 # row shows the rounding part: no earlier document could change its logits.
 MAX_BEYOND_FIRST = 1.5
 
-Trees = tuple[tuple[Branch, ...], ...]
-
 
 @dataclass(frozen=True)
 class CrossDocumentEffect:
@@ -136,33 +134,31 @@ def measure_branches(
     """
     is_coarse = rounds_coarsely(model)
     generator = np.random.default_rng(0)  # the same on all ranks
-    first, one, another, second = (
-        generator.integers(vocabulary, size=size) for size in (*LENGTHS, *LENGTHS[::-1])
+    length, of_one = LENGTHS
+    first, second, one, another = (
+        generator.integers(vocabulary, size=size) for size in (length, length, of_one, of_one)
     )
-    another = np.resize(another, len(one))
-    begin, end = len(first) + len(one), len(first) + len(one) + len(second)
-    branches = (Branch(0, begin), Branch(len(first), len(second)))
+    branches = Branch(0, length + of_one), Branch(length, length)
 
-    def logits_of(documents: Sequence[np.ndarray], trees: Trees = ()) -> Tensor:
-        """Return the logits (T, V) of one sequence."""
-        batch = collator([replace(_sequence(documents), trees=trees)]).to(device)
-        return model(**batch.arguments).logits[0, : sum(map(len, documents))].float()
+    def logits_of(*parts: np.ndarray, branches: tuple[Branch, ...] = ()) -> Tensor:
+        """Return the logits (T, V) of one document."""
+        sequence = _sequence([np.concatenate(parts)])
+        batch = collator([replace(sequence, trees=(branches,) if branches else sequence.trees)])
+        arguments = batch.to(device).arguments
+        return model(**arguments, use_cache=False).logits[0, : len(sequence.ids)].float()
 
     with modes_restored(model), torch.no_grad():
         model.eval()
-        found, changed = (
-            logits_of([np.concatenate([first, branch, second])], (branches,))
-            for branch in (one, another)
-        )
-        alone = logits_of([np.concatenate([first, second])])
-        joined = logits_of([np.concatenate([first, one, second])])
+        found = logits_of(first, one, second, branches=branches)
+        changed = logits_of(first, another, second, branches=branches)
+        alone = logits_of(first, second)
+        joined = logits_of(first, one, second)
     rounded = _median if is_coarse else _difference
-    own = slice(begin, end)
     return CrossDocumentEffect(
-        seen=_difference(found[own], changed[own]),
-        apart=rounded(found[own], alone[len(first) :]),
-        joined=_difference(joined[own], alone[len(first) :]),
-        first=rounded(found[: len(first)], alone[: len(first)]),
+        seen=_difference(found[-length:], changed[-length:]),
+        apart=rounded(found[-length:], alone[length:]),
+        joined=_difference(joined[-length:], alone[length:]),
+        first=rounded(found[:length], alone[:length]),
         is_coarse=is_coarse,
     )
 
@@ -258,8 +254,7 @@ def _batch(
 def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:
     ids = np.concatenate(documents)
     labels = np.full(len(ids), IGNORE_INDEX)
-    lengths = tuple(len(document) for document in documents)
-    return TokenSequence(ids, labels, lengths)
+    return TokenSequence(ids, labels, tuple((Branch(0, len(each)),) for each in documents))
 
 
 def _difference(one: Tensor, two: Tensor) -> float:

@@ -160,7 +160,9 @@ class StepLog:
         self.distinct += sum(lengths) - sum(shared)
         self.rows += len(lengths)
         if self.flops_of is not None:
-            self.flops += self.flops_of(lengths, labelled) - self.flops_of(shared, 0)
+            self.flops += self.flops_of(lengths, labelled)
+            if shared:
+                self.flops -= self.flops_of(shared, 0)
 
     def start_step(self) -> None:
         """Start a step, which may be skipped later."""

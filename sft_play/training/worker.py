@@ -112,6 +112,9 @@ def train_steps(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) 
     observers = Observers(context, open_trackers(context))
     model = load_for_training(context, recorder, checkpoint)
     recorder.lap("load")
+    if context.plan.layout.tree_tokens is not None:
+        with recorder.check("a beginning is shared only if branches do not see each other"):
+            share_or_separate(context, arguments, model, data, recorder)
 
     loop = build_loop(
         context, arguments, tokenizer, data, model, run_stamp, observers.gpus.mean_since_log
@@ -130,9 +133,6 @@ def train_steps(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) 
         loop.start(checkpoint)
         recorder.state = loop.state
         observers.metrics_file.start(loop.state)
-        if context.plan.layout.tree_tokens is not None:
-            with recorder.check("a beginning is shared only if branches do not see each other"):
-                share_or_separate(context, loop, data)
         before_first_step(context, loop, held_out, recorder)
         loop.train()
         recorder.lap("training")

@@ -149,14 +149,12 @@ class TrainSection(Section):
     )
     packing: bool | Auto = Field(
         "auto",
-        description="Put several rows into one sequence, isolated from each other: only the speed "
-        "changes. auto is on, except for a few architectures; every packed run checks the "
-        "isolation before its first step.",
+        description="Put several rows into one sequence, isolated from each other; only the speed "
+        "changes. auto is on, except for a few architectures; each run checks the isolation.",
     )
     share_prefixes: bool | Auto = Field(
         "auto",
-        description="Compute the beginning that samples of a conversation share once: only the "
-        "speed changes (docs/shared-beginnings.md). auto is on where the model's attention can.",
+        description="Compute a beginning that samples of a row share once; only the speed changes.",
     )
     gradient_checkpointing: bool | Auto = Field(
         "auto",

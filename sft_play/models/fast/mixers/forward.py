@@ -113,37 +113,19 @@ def _convolution(own: Kernel) -> Kernel:
     ) -> Tensor:
         """Return the convolution (1, C, T) of hidden states (1, C, T)."""
         batch = _documents.get()
-        if batch is not None and batch.tree is not None:
-            found, places = indices.places_with_ancestors(batch, weight.shape[-1] - 1)
-            spread = functional.pad(hidden_states, (0, 1))[..., found]  # the last one is zero
-            with documents_of_call(None):
-                return convolve(spread, weight, bias, activation)[..., places]
-        if uses_fla(hidden_states) and activation in FLA_ACTIVATIONS:
+        is_tree = batch is not None and batch.tree is not None
+        if uses_fla(hidden_states) and activation in FLA_ACTIVATIONS and not is_tree:
             x = hidden_states.transpose(1, 2)
             mixed = fla_convolution(x, weight, bias, activation, **_boundaries(batch))
             return mixed.transpose(1, 2)
         if batch is None:
             return own(hidden_states, weight, bias, activation=activation)
-        return _convolve_with_gaps(own, hidden_states, weight, bias, activation, batch)
+        found, places = indices.places_with_ancestors(batch, weight.shape[-1] - 1)
+        spread = functional.pad(hidden_states, (0, 1))[..., found]  # zeros before a document
+        with documents_of_call(None):
+            return convolve(spread, weight, bias, activation)[..., places]
 
     return convolve
-
-
-def _convolve_with_gaps(
-    own: Kernel,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    batch: Documents,
-) -> Tensor:
-    """Return the convolution of documents with W - 1 zeros before each, as before a row."""
-    channels, tokens = hidden.shape[1:]
-    gap = weight.shape[-1] - 1
-    places = indices.places_with_gaps(batch, tokens, gap)
-    gaps = gap * (len(batch.boundaries) - 2)
-    spread = hidden.new_zeros(1, channels, tokens + gaps).index_copy(2, places, hidden)
-    return own(spread, weight, bias, activation=activation).index_select(2, places)
 
 
 def _delta_rule(own: Kernel, name: str) -> Kernel:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sft_play.data.documents import Documents
-from sft_play.data.trees import lay_out
+from sft_play.data.trees import Branch, lay_out
 
 ROUNDED_TO = 64  # tokens: a linear attention chunk; lengths in a group differ by less
 
@@ -67,13 +67,6 @@ def long_boundaries(documents: Documents) -> Tensor:
 
 
 @_once
-def places_with_gaps(documents: Documents, tokens: int, gap: int) -> Tensor:
-    """Return the index (tokens,) of each token if `gap` empty places separate documents."""
-    place = torch.arange(tokens, device=documents.boundaries.device)
-    return place + gap * torch.bucketize(place, long_boundaries(documents)[1:-1], right=True)
-
-
-@_once
 def segments(documents: Documents) -> Segments:
     """Return the segments of the trees of a batch."""
     branches, device = documents.tree.branches, documents.boundaries.device
@@ -104,25 +97,25 @@ def segments(documents: Documents) -> Segments:
 
 @_once
 def places_with_ancestors(documents: Documents, gap: int) -> tuple[Tensor, Tensor]:
-    """Return flattened tokens so that each follows the `gap` before it in its samples, or -1.
+    """Return flattened tokens so that each follows the `gap` before it in its sample; -1 for none.
 
     Also returns the index (B * T,) of each token among them.
     """
-    branches, device = documents.tree.branches, documents.boundaries.device
-    parents = lay_out(branches).parents
-    found, begin = [], 0
+    tree, device = documents.tree, documents.boundaries.device
+    branches = tree.branches if tree else [Branch(0, length) for length in documents.lengths]
+    parents = [*lay_out(branches).parents.tolist(), -1]  # of -1, too
+    found: list[int] = []
+    places: list[int] = []
+    begin = 0
     for branch in branches:
         ancestors = [begin]
         for _ in range(gap):
-            last = ancestors[-1]
-            ancestors.append(int(parents[last]) if last >= 0 else -1)
-        found += [*ancestors[:0:-1], *range(begin, begin + branch.own)]
+            ancestors.append(parents[ancestors[-1]])
+        found += ancestors[:0:-1]
+        places += range(len(found), len(found) + branch.own)
+        found += range(begin, begin + branch.own)
         begin += branch.own
-    is_own = torch.ones(len(found), dtype=torch.bool)
-    lengths = [gap + branch.own for branch in branches]
-    for start in np.cumsum([0, *lengths])[:-1].tolist():
-        is_own[start : start + gap] = False
-    return torch.tensor(found).to(device), is_own.nonzero()[:, 0].to(device)
+    return torch.tensor(found).to(device), torch.tensor(places).to(device)
 
 
 @_once
