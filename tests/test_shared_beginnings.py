@@ -230,7 +230,7 @@ def test_a_model_whose_states_cannot_branch_trains_separate_samples(trained):
     assert losses(shared) == losses(separate)
     assert run_json(shared)["padding"] == run_json(separate)["padding"]
     reason = "computed once for each sample: the state of Mamba2Mixer cannot branch"
-    assert reason in (shared.path / "output.txt").read_text()
+    assert reason in (shared.path / "logs" / "rank-0.log").read_text()
 
 
 @pytest.mark.parametrize(
