@@ -28,7 +28,7 @@ from sft_play.models.fast.install import install_fused_kernels
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training.batches import StepLoss
-from sft_play.training.isolation import measure_branches
+from sft_play.training.isolation import measure_cross_document
 
 CPU = torch.device("cpu")
 CONFIG = Config.model_validate({"tuning": {"lora": {"dropout": 0.0}}})
@@ -119,9 +119,9 @@ def test_the_comparison_sees_a_mistake(mutant, split, monkeypatch):
 
 def test_the_check_before_training_sees_a_branch_that_sees_another(monkeypatch):
     model, collator = fused_model("qwen3"), PackCollator(0, 512, varlen=True)
-    assert measure_branches(model, collator, 97, CPU).holds
+    assert measure_cross_document(model, collator, 97, CPU, shared=20).holds
     monkeypatch.setattr(collate, "lay_out", MUTANTS["a visible sibling"])
-    assert not measure_branches(model, collator, 97, CPU).holds
+    assert not measure_cross_document(model, collator, 97, CPU, shared=20).holds
 
 
 # Runs

@@ -264,7 +264,7 @@ def _type_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
 
 def _zero_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
     stage = value_at(raw, STAGE)
-    if stage is not None and not (_is_whole(stage) and stage in STAGES):
+    if stage is not None and not (type(stage) is int and stage in STAGES):
         yield Problem(STAGE, f"={word(stage)} is not valid; write 0, 1, 2 or 3")
         return
     for key in (GATHER, f"{ZERO}.{OLD_GATHER_NAME}"):
@@ -321,10 +321,6 @@ def _old_switch_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _count(number: int, noun: str) -> str:

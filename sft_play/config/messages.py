@@ -59,14 +59,10 @@ def word(value: Any, length: int = WORD_LENGTH) -> str:
         members = ", ".join(f"{word(key)}: {word(part)}" for key, part in value.items())
         return _shorten(f"{{{members}}}", length)
     if isinstance(value, list):
-        items = ", ".join(map(_item_word, value[:length]))
-        return _shorten(f"[{items}]", length)
+        # a list that aliases nest could spell out to gigabytes
+        items = ["[...]" if isinstance(item, list) else word(item) for item in value[:length]]
+        return _shorten(f"[{', '.join(items)}]", length)
     return _shorten(str(value), length) or '""'
-
-
-def _item_word(item: Any) -> str:
-    # a list that aliases nest could spell out to gigabytes
-    return "[...]" if isinstance(item, list) else word(item)
 
 
 def _shorten(text: str, length: int = WORD_LENGTH) -> str:

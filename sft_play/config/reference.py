@@ -48,11 +48,8 @@ def page(text: str) -> str:
 
 def _table(titles: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [titles, ("---",) * len(titles), *rows]
-    return "".join(f"| {' | '.join(map(_escape_bars, line))} |\n" for line in lines)
-
-
-def _escape_bars(cell: str) -> str:
-    return cell.replace("|", "\\|")
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in escaped)
 
 
 if __name__ == "__main__":

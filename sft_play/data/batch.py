@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from sft_play.data.documents import DOCUMENTS, Documents
 from sft_play.data.render import IGNORE_INDEX
+from sft_play.data.trees import Branch
 
 
 class LossTokens(NamedTuple):
@@ -60,9 +61,8 @@ class Batch:
     inputs: Mapping[str, Any]  # arguments of the model, other than the documents
     labels: Tensor | None  # (B, T) int64, IGNORE_INDEX where no loss; None if `loss` says it alone
     loss: LossTokens
-    real_lengths: Sequence[int] = ()  # tokens of each sample that is not a filler
+    branches: Sequence[Branch] = ()  # of each sample that is not a filler
     documents: Documents | None = None  # None: each row is one, or a mask or positions name them
-    shared_lengths: Sequence[int] = ()  # tokens at the beginning of samples, computed once in trees
 
     @property
     def ids(self) -> Tensor:

@@ -353,9 +353,7 @@ def _batch(
     padded = _pad(weights, 0, width, np.float32) if weights else None
     loss = labelled(labels, padded, parents)
     branches = list(chain.from_iterable(sequence.real_branches for sequence in sequences))
-    lengths, shared = [sum(branch) for branch in branches], [branch.shared for branch in branches]
-    kept = None if parents is not None else labels
-    return Batch(inputs, kept, loss, lengths, documents, list(filter(None, shared)))
+    return Batch(inputs, None if parents is not None else labels, loss, branches, documents)
 
 
 def _pad(

@@ -82,20 +82,16 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
 
 def why_separate(planned: PlannedRun, data: RunData) -> str | None:
     """Return why samples that begin alike are computed separately, None if they need not be."""
-    config = planned.config
-    if config.train.share_prefixes is False:
-        return "train.share_prefixes=false"
-    if data.train.has_images:
-        return "rows have images"
-    if planned.plan.layout.context_parallel > 1:
-        return "GPUs share each row (train.context_parallel)"
-    if config.tuning.backend == "unsloth":
-        return "Unsloth has no attention for them"
-    if config.train.fast_path is False:
-        return "train.fast_path=false turns off the attention for them"
-    if planned.plan.zero_stage == 3:
-        return "ZeRO-3 has not been tried with them"
-    return None
+    config, plan = planned.config, planned.plan
+    reasons = {
+        "train.share_prefixes=false": config.train.share_prefixes is False,
+        "rows have images": data.train.has_images,
+        "GPUs share each row (train.context_parallel)": plan.layout.context_parallel > 1,
+        "Unsloth has no attention for them": config.tuning.backend == "unsloth",
+        "train.fast_path=false turns off the attention for them": config.train.fast_path is False,
+        "ZeRO-3 has not been tried with them": plan.zero_stage == 3,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def sharing_run(planned: PlannedRun, data: RunData) -> PlannedRun:

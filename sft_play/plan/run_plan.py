@@ -3,7 +3,6 @@
 Loads no torch. Values that follow from chosen numbers are properties and never stored.
 """
 
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, Self
@@ -94,14 +93,13 @@ class RunPlan:
 
     def tree_room(self, largest: int) -> int:
         """Return the tokens of a packed micro-batch, or more if trees have more and they fit."""
-        layout, least = self.layout, self.layout.tokens
-        rooms = [*range(least, largest, ROOM_STEP), max(least, largest)]
-
-        def is_too_large(tokens: int) -> bool:
-            room = replace(layout, tree_tokens=tokens)
-            return peak_bytes(self.step, room) > self.budget_bytes
-
-        return rooms[max(1, bisect_left(rooms, True, key=is_too_large)) - 1]
+        tokens = self.layout.tokens
+        while tokens < largest:
+            larger = replace(self.layout, tree_tokens=tokens + ROOM_STEP)
+            if peak_bytes(self.step, larger) > self.budget_bytes:
+                break
+            tokens += ROOM_STEP
+        return tokens
 
     @property
     def zero_stage(self) -> int:

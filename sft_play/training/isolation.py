@@ -125,84 +125,55 @@ def check_context(
         )
 
 
-def measure_branches(
-    model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
-) -> CrossDocumentEffect:
-    """Return how much a branch of a tree affects the next one, without dropout.
-
-    The samples first + other and first + second share `first`.
-    """
-    is_coarse = rounds_coarsely(model)
-    generator = np.random.default_rng(0)  # the same on all ranks
-    length, of_one = LENGTHS
-    first, second, one, another = (
-        generator.integers(vocabulary, size=size) for size in (length, length, of_one, of_one)
-    )
-    branches = Branch(0, length + of_one), Branch(length, length)
-
-    def logits_of(*parts: np.ndarray, branches: tuple[Branch, ...] = ()) -> Tensor:
-        """Return the logits (T, V) of one document."""
-        sequence = _sequence([np.concatenate(parts)])
-        batch = collator([replace(sequence, trees=(branches,) if branches else sequence.trees)])
-        arguments = batch.to(device).arguments
-        return model(**arguments, use_cache=False).logits[0, : len(sequence.ids)].float()
-
-    with modes_restored(model), torch.no_grad():
-        model.eval()
-        found = logits_of(first, one, second, branches=branches)
-        changed = logits_of(first, another, second, branches=branches)
-        alone = logits_of(first, second)
-        joined = logits_of(first, one, second)
-    rounded = _median if is_coarse else _difference
-    return CrossDocumentEffect(
-        seen=_difference(found[-length:], changed[-length:]),
-        apart=rounded(found[-length:], alone[length:]),
-        joined=_difference(joined[-length:], alone[length:]),
-        first=rounded(found[:length], alone[:length]),
-        is_coarse=is_coarse,
-    )
-
-
 def measure_cross_document(
-    model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device
+    model: nn.Module,
+    collator: PackCollator,
+    vocabulary: int,
+    device: torch.device,
+    shared: int = 0,
 ) -> CrossDocumentEffect:
     """Return how much the documents of a batch affect each other, without dropout.
 
     The batch has two sequences of the same two documents in both orders, as rows or in one row.
-    For a document in a long row, only the last logits are compared.
+    For a document in a long row, only the last logits are compared. If the documents have a
+    beginning of `shared` tokens, they are branches of a tree, and the others are compared.
     """
     is_coarse = rounds_coarsely(model)
     generator = np.random.default_rng(0)  # the same on all ranks
     first = generator.integers(vocabulary, size=LENGTHS[0])
     other = generator.integers(vocabulary, size=LENGTHS[0])
     second = generator.integers(vocabulary, size=LENGTHS[1])
+    start = generator.integers(vocabulary, size=shared)
 
     def packed(*sequences: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
         """Return the logits (T, V) of the documents of each of two sequences."""
-        batch = _batch(sequences, collator, device)
-        logits = model(**batch.arguments).logits.float()  # (2, T, V), or (1, T, V) in one row
-        tokens = sum(LENGTHS)
+        whole = [(np.concatenate([start, one]), other) for one, other in sequences]
+        arguments = _batch(whole, collator, device, shared).arguments
+        # (2, T, V), or (1, T, V) in one row
+        logits = model(**{"use_cache": False, **arguments}).logits.float()
+        tokens = shared + sum(LENGTHS)
         one, other = logits if len(logits) == 2 else (logits[0], logits[0, tokens:])
         return one[:tokens], other[:tokens]
 
-    def alone(ids: np.ndarray) -> Tensor:
+    def alone(*parts: np.ndarray) -> Tensor:
         """Return logits (T, V); if rounding is coarse, with the kernels of packed documents."""
+        ids = np.concatenate([start, *parts])
         plain = {"input_ids": torch.from_numpy(ids)[None].to(device)}
         inputs = _batch([(ids,)], collator, device).arguments if is_coarse else plain
-        return model(**inputs).logits[0, : len(ids)].float()
+        return model(**{"use_cache": False, **inputs}).logits[0, : len(ids)].float()
 
     with modes_restored(model), torch.no_grad():
         model.eval()
         behind, before = packed((first, second), (second, first))
         behind_other, before_other = packed((other, second), (second, other))
-        by_itself = alone(second)
-        after_first = alone(np.concatenate([first, second]))
-        ends = _ends_of_long_row(model, collator, vocabulary, device)
-    begin, length = LENGTHS
+        by_itself = alone(second)[shared:]
+        after_first = alone(first, second)
+        ends = [] if shared else _ends_of_long_row(model, collator, vocabulary, device)
+    begin, length = shared + LENGTHS[0], LENGTHS[1]
     behind = behind[begin : begin + length]
     behind_other = behind_other[begin : begin + length]
-    before = before[:length]
-    before_other = before_other[:length]
+    before = before[shared : shared + length]
+    before_other = before_other[shared : shared + length]
     pairs = [(behind, by_itself), (before, by_itself), *ends]
     rounded = _median if is_coarse else _difference
     return CrossDocumentEffect(
@@ -245,16 +216,23 @@ def _ends_of_long_row(
 
 
 def _batch(
-    sequences: Sequence[Sequence[np.ndarray]], collator: PackCollator, device: torch.device
+    sequences: Sequence[Sequence[np.ndarray]],
+    collator: PackCollator,
+    device: torch.device,
+    shared: int = 0,
 ) -> Batch:
-    """Return the batch of sequences of documents."""
-    return collator([_sequence(documents) for documents in sequences]).to(device)
+    """Return the batch of sequences of documents, or of two that share a beginning."""
+    return collator([_sequence(documents, shared) for documents in sequences]).to(device)
 
 
-def _sequence(documents: Sequence[np.ndarray]) -> TokenSequence:
+def _sequence(documents: Sequence[np.ndarray], shared: int) -> TokenSequence:
     ids = np.concatenate(documents)
     labels = np.full(len(ids), IGNORE_INDEX)
-    return TokenSequence(ids, labels, tuple((Branch(0, len(each)),) for each in documents))
+    lengths = [len(document) for document in documents]
+    trees = tuple((Branch(0, length),) for length in lengths)
+    if shared:
+        trees = ((Branch(0, lengths[0]), Branch(shared, lengths[1])),)
+    return TokenSequence(ids, labels, trees)
 
 
 def _difference(one: Tensor, two: Tensor) -> float:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -210,12 +209,10 @@ class TrainingLoop:
         started = time.perf_counter()
         fetched = list(itertools.islice(batches, self.order.layout.micro_batches))
         self.step_log.times.add("data", time.perf_counter() - started)
-        lengths, shared = (
-            [length for batch in fetched for length in of_batch(batch)]
-            for of_batch in (attrgetter("real_lengths"), attrgetter("shared_lengths"))
-        )
+        branches = [branch for batch in fetched for branch in batch.branches]
+        shared = [branch.shared for branch in branches if branch.shared]
         labelled = sum(len(batch.loss.targets) for batch in fetched)
-        self.step_log.add_rows(lengths, labelled, shared)
+        self.step_log.add_rows(list(map(sum, branches)), labelled, shared)
         return fetched
 
     def train_step(self, micro_batches: Sequence[Batch], epochs: float) -> None:

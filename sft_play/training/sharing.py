@@ -13,7 +13,7 @@ from sft_play.data.pipeline import SEPARATE, counted_run
 from sft_play.errors import ConfigError
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.training.context import RunContext
-from sft_play.training.isolation import measure_branches
+from sft_play.training.isolation import LENGTHS, measure_cross_document
 from sft_play.training.recorder import RunRecorder
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ def _why_separate(context: RunContext, model: nn.Module) -> str | None:
     collator = PackCollator(0, context.plan.layout.capacity, varlen=True)
     vocabulary = model.config.get_text_config().vocab_size
     with context.process.autocast():
-        found = measure_branches(model, collator, vocabulary, context.process.device)
+        device, shared = context.process.device, LENGTHS[1]
+        found = measure_cross_document(model, collator, vocabulary, device, shared)
     # a model that computes NaN is reported by the first evaluation
     if context.process.min(int(found.holds or math.isnan(found.joined))):
         return None

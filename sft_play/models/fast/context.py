@@ -63,8 +63,8 @@ class RowPart:
             longest=documents.longest + padding,
             given_lengths=None,
         )
-        lengths = () if self.rank else batch.real_lengths  # counted once
-        return Batch(inputs, None, self._predicted(batch.loss, width), lengths, documents)
+        branches = () if self.rank else batch.branches  # counted once
+        return Batch(inputs, None, self._predicted(batch.loss, width), branches, documents)
 
     def _predicted(self, tokens: LossTokens, width: int) -> LossTokens:
         """Return the tokens that this part of rows of `width` tokens predicts."""

@@ -243,29 +243,21 @@ def _project(
     adapter: ExpertAdapters | None,
     routing: Routing,
     of_tokens: bool = False,
+    is_backward: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the adapted linear's output (S, out) for x (S or N, in), and x A^T (S, r)."""
+    """Return the adapted linear's output (S, out) for x (S or N, in), and x A^T (S, r).
+
+    With `is_backward`, x is dy (S or N, out): return dy W_e^T + s dU A_e and dU = dy B_e^T (S, r).
+    """
+    matrices, bias = linear.matrices(x.dtype), linear.bias
+    if is_backward:
+        matrices, bias = matrices.transpose(1, 2), None
     xa = term = None
     if adapter is not None:
-        xa = rows_times(x, adapter.a.transpose(1, 2), routing, of_tokens=of_tokens)
-        term = Term(xa, adapter.b, adapter.scale)
-    return rows_times(x, linear.matrices(x.dtype), routing, term, linear.bias, of_tokens), xa
-
-
-def _input_gradient(
-    dy: Tensor,
-    linear: ExpertLinear,
-    adapter: ExpertAdapters | None,
-    routing: Routing,
-    of_tokens: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return dy W_e^T + s dU A_e (S, in) for dy (S or N, out), and dU = dy B_e^T (S, r)."""
-    du = term = None
-    if adapter is not None:
-        du = rows_times(dy, adapter.b.transpose(1, 2), routing, of_tokens=of_tokens)
-        term = Term(du, adapter.a, adapter.scale)
-    matrices = linear.matrices(dy.dtype).transpose(1, 2)
-    return rows_times(dy, matrices, routing, term, of_tokens=of_tokens), du
+        first, second = (adapter.b, adapter.a) if is_backward else (adapter.a, adapter.b)
+        xa = rows_times(x, first.transpose(1, 2), routing, of_tokens=of_tokens)
+        term = Term(xa, second, adapter.scale)
+    return rows_times(x, matrices, routing, term, bias, of_tokens), xa
 
 
 def _gradients(
@@ -278,7 +270,7 @@ def _gradients(
     row_weights = routing.by_row(weights).float()
     gradients: list[Tensor | None] = [None] * 4
     dout = dout.contiguous()  # without the weights
-    dh, du = _input_gradient(dout, experts.down, down, routing, of_tokens=True)
+    dh, du = _project(dout, experts.down, down, routing, of_tokens=True, is_backward=True)
     dy, dweights, h = experts.gate.backward(dh, y, row_weights, routing.ends)
     if down is not None:
         gradients[2] = gradient_of_a(du, h, down, adapters[2], routing, row_weights)
@@ -287,7 +279,7 @@ def _gradients(
         biases = experts.down.bias.unsqueeze(2).to(x.dtype)
         dweights += rows_times(dout, biases, routing, of_tokens=True).squeeze(1)
     del dh, h, du
-    dx, du = _input_gradient(dy, experts.inner, inner, routing)
+    dx, du = _project(dy, experts.inner, inner, routing, is_backward=True)
     if inner is not None:
         gradients[1] = gradient_of_b(xa, dy, inner, adapters[1], routing)
         gradients[0] = gradient_of_a(du, x, inner, adapters[0], routing, of_tokens=True)

@@ -177,8 +177,7 @@ def _delta_rule_of_segments(
     """Return the delta rule (1, T, H, P) of segments, and their last states (S, H, ...)."""
     options = {"initial_state": states, "output_final_state": True}
     if uses_fla(inputs[0]):
-        of_level = dict(zip(("cu_seqlens", "cu_seqlens_cpu"), level.boundaries, strict=True))
-        return fla_delta_rule(name, *inputs, is_normed=is_normed, **of_level, **options)
+        return fla_delta_rule(name, *inputs, is_normed=is_normed, **level.boundaries, **options)
     found = []
     parts = zip(*(tensor.split(level.lengths, dim=1) for tensor in inputs), strict=True)
     for number, (query, key, value, decay, beta) in enumerate(parts):

@@ -5,9 +5,9 @@ Legend: B rows, T tokens per row, N documents.
 
 from collections.abc import Callable
 from functools import wraps
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,8 +29,8 @@ class Level(NamedTuple):
 
     tokens: Tensor  # of the flattened tokens, those of all segments
     lengths: list[int]  # (S,)
-    boundaries: tuple[Tensor, Tensor]  # (S + 1,) int64, on the batch's device and on the CPU
-    parents: Tensor | None  # (S,) int64, segments of the level before; None: they begin a sample
+    boundaries: dict[str, Tensor]  # arguments of flash-linear-attention
+    parents: Tensor  # (S,) int64, segments of the level before; -1 in the first level
 
 
 class Segments(NamedTuple):
@@ -70,28 +70,27 @@ def long_boundaries(documents: Documents) -> Tensor:
 def segments(documents: Documents) -> Segments:
     """Return the segments of the trees of a batch."""
     branches, device = documents.tree.branches, documents.boundaries.device
-    parents = lay_out(branches).parents
-    begins = np.cumsum([0, *(branch.own for branch in branches)])[:-1]
-    starts = np.unique(np.concatenate([begins, parents[begins] + 1]))
-    lengths = np.diff(np.append(starts, len(parents)))
-    before = np.searchsorted(starts, parents[starts], side="right") - 1  # -1: none
-    depth = np.zeros(len(starts), np.int64)
-    for segment, parent in enumerate(before.tolist()):
-        depth[segment] = depth[parent] + 1 if parent >= 0 else 0
-    levels, index_in = [], np.zeros(len(starts), np.int64)  # of a segment in its level
-    for level in range(int(depth.max()) + 1):
-        own = np.flatnonzero(depth == level)
-        index_in[own] = np.arange(len(own))
-        runs = [np.arange(starts[each], starts[each] + lengths[each]) for each in own]
-        ends = torch.from_numpy(np.append(0, np.cumsum(lengths[own])))
-        levels.append(
-            Level(
-                torch.from_numpy(np.concatenate(runs)).to(device),
-                lengths[own].tolist(),
-                (ends.to(device), ends),
-                torch.from_numpy(index_in[before[own]]).to(device) if level else None,
-            )
-        )
+    parents = lay_out(branches).parents.tolist()
+    begins = [*accumulate((branch.own for branch in branches), initial=0)]
+    starts = {*begins, *(parents[begin] + 1 for begin in begins[:-1])}
+    found = {0: (-1, -1)}  # by the place after a segment: its level, and its number there
+    members: list[
+        list[tuple[int, int, int]]
+    ] = []  # of each level: begin, end, number of the parent
+    for begin, end in pairwise(sorted(starts)):
+        level, parent = found[parents[begin] + 1]
+        if len(members) == level + 1:
+            members.append([])
+        found[end] = level + 1, len(members[level + 1])
+        members[level + 1].append((begin, end, parent))
+    levels = []
+    for of_level in members:
+        tokens = torch.cat([torch.arange(begin, end) for begin, end, _ in of_level])
+        lengths = [end - begin for begin, end, _ in of_level]
+        ends = torch.tensor([0, *accumulate(lengths)])
+        before = torch.tensor([parent for _, _, parent in of_level]).to(device)
+        boundaries = {"cu_seqlens": ends.to(device), "cu_seqlens_cpu": ends}
+        levels.append(Level(tokens.to(device), lengths, boundaries, before))
     return Segments(levels, torch.cat([level.tokens for level in levels]).argsort())
 
 
