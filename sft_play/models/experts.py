@@ -114,7 +114,9 @@ def routing_linears(model: nn.Module) -> set[str]:
             if len(linears) != 1:
                 continue  # attention or an MLP
             linear = f"{full_name}.{linears[0]}".rstrip(".")
-            if _outputs(model.get_submodule(linear)) in (1, experts):
+            layer = model.get_submodule(linear)
+            outputs = layer.nf if isinstance(layer, Conv1D) else layer.out_features
+            if outputs in (1, experts):
                 names.add(linear)
     return names
 
@@ -189,10 +191,6 @@ def layer_of(name: str) -> int | None:
     """Return the index of the decoder layer that a name belongs to."""
     numbers = [part for part in name.split(".") if part.isdecimal()]
     return int(numbers[0]) if numbers else None
-
-
-def _outputs(linear: nn.Module) -> int:
-    return linear.nf if isinstance(linear, Conv1D) else linear.out_features
 
 
 def _expert_counts(model: nn.Module) -> dict[str, int]:

@@ -137,8 +137,7 @@ def build_collator(
     """Return the collator: packed sequences of several documents, or one padded row each."""
     config = context.config
     kernels = fused_kernels_of(model)
-    has_trees = context.plan.layout.tree_tokens is not None
-    is_packed = context.plan.packing or has_trees
+    is_packed = context.plan.packing or context.plan.layout.tree_tokens is not None
     varlen = is_packed and needs_boundaries(
         config.model.attn_implementation, kernels.reads_boundaries
     )
