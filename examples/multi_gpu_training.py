@@ -31,7 +31,7 @@ def main() -> None:
     """Train, and save what came of it."""
     setup = read_setup(__doc__, "multi_gpu_output")
     arguments = setup.training_arguments()  # first: they start the process group
-    accelerator = Accelerator(mixed_precision=arguments.mixed_precision)  # the trainer's is the same
+    accelerator = Accelerator(mixed_precision=arguments.mixed_precision)  # as the trainer's
     log = log_of_process(setup.output_dir, accelerator)
     dataset = broadcast_dataset(setup.dataset() if accelerator.is_main_process else None)
     log.info("rows=%d", len(dataset))

@@ -229,7 +229,7 @@ def test_a_model_whose_states_cannot_branch_trains_separate_samples(trained):
     )
     assert losses(shared) == losses(separate)
     assert run_json(shared)["padding"] == run_json(separate)["padding"]
-    reason = "computed once for each sample: the state of Mamba2Mixer cannot branch"
+    reason = "are computed for each: the state of Mamba2Mixer cannot branch"
     assert reason in (shared.path / "logs" / "rank-0.log").read_text()
 
 
@@ -246,4 +246,4 @@ def test_what_cannot_share_says_so_in_one_line(plan_run, trained, chats, capsys,
     plan_run({"model.name": base, "model.max_seq_len": 512, **settings, **changes})
     lines = [line for line in capsys.readouterr().out.splitlines() if "beginnings" in line]
     assert len(lines) == (reason is not None)
-    assert reason is None or lines[0].endswith(f"are computed once for each sample: {reason}")
+    assert reason is None or lines[0].endswith(f"are computed for each: {reason}")

@@ -34,8 +34,6 @@ from sft_play.runs.folder import RunFolder
 
 MOST_LOADERS = 8  # processes per rank that prepare images
 IMAGE_BYTES = 16 << 20  # of an image's inputs, in 16 bits: of about 2 million pixels
-MOST_TOKENS = 1 << 40  # of a tree: no limit
-SEPARATE = "are computed once for each sample"
 BATCHES_AHEAD = 3  # per process that prepares images: two wait, as in torch, and one is in progress
 
 
@@ -108,7 +106,7 @@ def sharing_run(planned: PlannedRun, data: RunData) -> PlannedRun:
         planned = planned.with_units(tree_tokens=planned.config.model.max_seq_len)
     elif shared and setting == "auto":
         share = f"{shared / tokens:.0%} of the tokens"
-        print(f"beginnings that samples share, {share}, {SEPARATE}: {reason}")
+        print(f"beginnings that samples share, {share}, are computed for each: {reason}")
     return replace(planned, config=planned.config.changed({"train.share_prefixes": is_sharing}))
 
 
@@ -134,7 +132,7 @@ def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
     packed = apart.packed(count(units, apart.plan.layout), step_tokens)
     if not is_sharing:
         return packed
-    largest = int(data.units(MOST_TOKENS).lengths.max())
+    largest = int(data.units(1 << 40).lengths.max())
     tokens = packed.plan.tree_room(largest)
     joined = replace(packed.plan.layout, tree_tokens=tokens)
     return packed.with_units(tree_tokens=tokens, fullest_step=count(data.units(tokens), joined))

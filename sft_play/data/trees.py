@@ -1,6 +1,6 @@
 """Samples of a row that begin alike, as a tree: what they share is stored and computed once.
 
-A chat template may write an answer differently once the conversation goes on, so a conversation
+A chat template may write an answer differently once the conversation continues, so a conversation
 gives several samples with the same beginning. In depth-first order, each sample is a `Branch`: its
 first tokens are those of the sample before it, the others are its own. The tokens of a tree, in
 this order, are the own tokens of its branches. Documents of a row are trees of one branch.

@@ -92,7 +92,9 @@ def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
     """Return the workload of a plan for counted rows; there must be at least one row."""
     steps_per_epoch = math.ceil(counted.rows / plan.layout.rows_per_step)
     steps = _count_steps(config.train, steps_per_epoch)
-    work = _mean_step(plan, counted)
+    is_separate = config.train.share_prefixes is False or config.tuning.backend == "unsloth"
+    share = 1.0 if is_separate else counted.distinct
+    work = _mean_step(plan, replace(counted, tokens=round(counted.tokens * share)))
     speed = predict(plan.step, plan.layout, plan.card, plan.ranks.nodes, work)
     seconds = steps * speed.step_seconds if speed else None
     return Workload(
@@ -103,7 +105,7 @@ def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
         by_characters=counted.by_characters,
         epochs=steps / steps_per_epoch,
         steps=steps,
-        tokens_per_second=speed.tokens_per_second if speed else None,
+        tokens_per_second=speed.tokens_per_second / share if speed else None,
         seconds=seconds,
         gpu_hours=seconds * plan.ranks.world_size / 3600 if seconds is not None else None,
         warning=schedule_warning(config.train, steps),

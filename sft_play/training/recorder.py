@@ -59,11 +59,6 @@ def no_wait() -> None:
     """Return at once: no other thread ends this rank."""
 
 
-def no_rank_gone() -> list[int]:
-    """Return []: nothing watches other ranks."""
-    return []
-
-
 class RunRecorder:
     """A context around a rank's work that records it in run.json.
 
@@ -84,7 +79,7 @@ class RunRecorder:
         # waits for the thread that ends this rank
         self.await_follow: Callable[[], object] = no_wait
         self.gone: list[int] = []  # ranks of this machine that had ended when a signal arrived
-        self.find_gone: Callable[[], list[int]] = no_rank_gone  # from the watch over other ranks
+        self.find_gone: Callable[[], list[int]] = list  # none; or from the watch over other ranks
         self.explain_out_of_memory: Explain | None = None
         self.state: Any = None  # transformers' state of the training loop, once it has started
         self._of_front_end = folder.read_report().timeline or []

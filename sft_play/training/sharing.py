@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from sft_play.data.assemble import RunData
 from sft_play.data.collate import PackCollator
-from sft_play.data.pipeline import SEPARATE, counted_run
+from sft_play.data.pipeline import counted_run
 from sft_play.errors import ConfigError
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.training.context import RunContext
@@ -38,7 +38,7 @@ def share_or_separate(
     if context.plan.deepspeed is not None:
         raise ConfigError(f"train.share_prefixes: {reason}; set TRAIN_SHARE_PREFIXES=false")
     if context.process.is_main:
-        logger.info("beginnings that samples share %s: %s", SEPARATE, reason)
+        logger.info("beginnings that samples share are computed for each: %s", reason)
     planned = context.planned.with_units(tree_tokens=None, fullest_step=None, most_samples=None)
     planned = replace(planned, config=planned.config.changed({"train.share_prefixes": False}))
     planned, packed, padding = counted_run(planned, data)
@@ -58,9 +58,9 @@ def _why_separate(context: RunContext, model: nn.Module) -> str | None:
         return f"no fused attention ({kernels.off.get('attention', 'nothing is fused')})"
     collator = PackCollator(0, context.plan.layout.capacity, varlen=True)
     vocabulary = model.config.get_text_config().vocab_size
+    device = context.process.device
     with context.process.autocast():
-        device, shared = context.process.device, LENGTHS[1]
-        found = measure_cross_document(model, collator, vocabulary, device, shared)
+        found = measure_cross_document(model, collator, vocabulary, device, LENGTHS[1])
     # a model that computes NaN is reported by the first evaluation
     if context.process.min(int(found.holds or math.isnan(found.joined))):
         return None
