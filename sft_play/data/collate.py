@@ -10,7 +10,7 @@ Legend: B sequences of a micro-batch, T tokens of its widest, N documents, I ima
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, compress
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,8 @@ class TokenSequence:
     def real_branches(self) -> list[Branch]:
         """The samples of the documents that are not fillers."""
         documents = np.split(self.labels, np.cumsum(self.lengths)[:-1])
-        pairs = zip(documents, self.trees, strict=True)
-        are_real = [(each, (labels != IGNORE_INDEX).any()) for labels, each in pairs]
-        return list(chain.from_iterable(each for each, is_real in are_real if is_real))
+        are_real = [(labels != IGNORE_INDEX).any() for labels in documents]
+        return list(chain.from_iterable(compress(self.trees, are_real)))
 
 
 class TrainRows(Dataset[TokenSequence]):

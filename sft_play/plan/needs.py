@@ -158,25 +158,24 @@ def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
 
 def _refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
     """Raise ConfigError for settings that DeepSpeed cannot train."""
-    config = loaded.config
-    reasons = {
-        "train.optim": "it steps matrices, and DeepSpeed cuts flat lists of weights; "
-        "set TRAIN_OPTIM=adamw_torch_fused, or use make train-distributed TRAIN_STRATEGY=ddp",
-        "tuning.encoders": "ZeRO reduces gradients in the order in which they are computed, and a "
-        "rank without an image in a batch has another; set TRAIN_STRATEGY=ddp, or "
-        "TUNING_ENCODERS=frozen",
-        "tuning.base_dtype": "DeepSpeed converts all weights to one type; train with make "
-        "train-distributed (TRAIN_STRATEGY=ddp, or fsdp to divide the base), or set "
-        "TUNING_BASE_DTYPE=auto",
-    }
-    are_set = (
-        config.train.optim in MATRIX_OPTIMIZERS,
-        config.tuning.trains_encoders,
-        config.tuning.has_float8_base,
-    )
-    for (setting, reason), is_set in zip(reasons.items(), are_set, strict=True):
-        if is_set and ranks.strategy == "deepspeed":
-            raise ConfigError(f"{loaded.described(setting)}: {reason}")
+    if loaded.config.train.optim in MATRIX_OPTIMIZERS and ranks.strategy == "deepspeed":
+        raise ConfigError(
+            f"{loaded.described('train.optim')}: it steps matrices, and DeepSpeed cuts flat "
+            "lists of weights; set TRAIN_OPTIM=adamw_torch_fused, or use make train-distributed "
+            "TRAIN_STRATEGY=ddp"
+        )
+    if loaded.config.tuning.trains_encoders and ranks.strategy == "deepspeed":
+        raise ConfigError(
+            f"{loaded.described('tuning.encoders')}: ZeRO reduces gradients in the order in which "
+            "they are computed, and a rank without an image in a batch has another; "
+            "set TRAIN_STRATEGY=ddp, or TUNING_ENCODERS=frozen"
+        )
+    if loaded.config.tuning.has_float8_base and ranks.strategy == "deepspeed":
+        raise ConfigError(
+            f"{loaded.described('tuning.base_dtype')}: DeepSpeed converts all weights to one type; "
+            "train with make train-distributed (TRAIN_STRATEGY=ddp, or fsdp to divide the base), "
+            "or set TUNING_BASE_DTYPE=auto"
+        )
 
 
 def refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJson) -> NoReturn:

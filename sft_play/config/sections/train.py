@@ -53,8 +53,7 @@ class TrainSection(Section):
     )
     grad_accum: Rows | Auto = Field(
         "auto",
-        description="Micro-batches per optimizer step, before packing reduces them; auto is as "
-        "many as train.effective_batch_size needs.",
+        description="Micro-batches per step before packing; auto: for train.effective_batch_size.",
     )
     effective_batch_size: Rows = Field(
         32,
@@ -150,7 +149,7 @@ class TrainSection(Section):
     packing: bool | Auto = Field(
         "auto",
         description="Put several rows into one sequence, isolated from each other; only the speed "
-        "changes. auto is on, except for a few architectures; each run checks the isolation.",
+        "changes. auto: on, but for a few architectures; each run checks the isolation.",
     )
     share_prefixes: bool | Auto = Field(
         "auto",
