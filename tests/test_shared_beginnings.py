@@ -223,13 +223,25 @@ def test_a_run_is_that_of_separate_samples(trained, strategy, model_type, change
     assert run_json(separate).get("distinct_tokens_per_second") is None
 
 
-def test_a_model_whose_states_cannot_branch_trains_separate_samples(trained):
+@pytest.mark.parametrize(
+    "model_type, changes, reason",
+    [
+        ("mamba2", {}, "the state of Mamba2Mixer cannot branch"),
+        long(
+            "qwen3_moe",
+            {"train.router_aux_loss_coef": 0.01},
+            "the load-balancing loss counts the tokens of each sample",
+        ),
+    ],
+)
+def test_a_model_that_cannot_share_trains_separate_samples(trained, model_type, changes, reason):
     separate, shared = (
-        trained(shares, "single", "mamba2", **{"train.max_steps": 2}) for shares in (False, True)
+        trained(shares, "single", model_type, **{"train.max_steps": 2}, **changes)
+        for shares in (False, True)
     )
     assert losses(shared) == losses(separate)
     assert run_json(shared)["padding"] == run_json(separate)["padding"]
-    reason = "are computed for each: the state of Mamba2Mixer cannot branch"
+    reason = f"beginnings that samples share are computed for each: {reason}"
     assert reason in (shared.path / "logs" / "rank-0.log").read_text()
 
 
@@ -237,6 +249,7 @@ def test_a_model_whose_states_cannot_branch_trains_separate_samples(trained):
     "changes, reason",
     [
         ({"train.fast_path": False}, "train.fast_path=false turns off the attention for them"),
+        ({"train.neftune_noise_alpha": 5}, "a sample's noise depends on its length"),
         ({"train.share_prefixes": False}, None),
     ],
 )

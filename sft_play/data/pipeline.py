@@ -85,6 +85,7 @@ def why_separate(planned: PlannedRun, data: RunData) -> str | None:
         "train.share_prefixes=false": config.train.share_prefixes is False,
         "rows have images": data.train.has_images,
         "GPUs share each row (train.context_parallel)": plan.layout.context_parallel > 1,
+        "a sample's noise depends on its length": bool(config.train.neftune_noise_alpha),
         "Unsloth has no attention for them": config.tuning.backend == "unsloth",
         "train.fast_path=false turns off the attention for them": config.train.fast_path is False,
         "ZeRO-3 has not been tried with them": plan.zero_stage == 3,

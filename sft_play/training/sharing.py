@@ -11,6 +11,7 @@ from sft_play.data.assemble import RunData
 from sft_play.data.collate import PackCollator
 from sft_play.data.pipeline import counted_run
 from sft_play.errors import ConfigError
+from sft_play.models.experts import BALANCE
 from sft_play.models.fast.install import fused_kernels_of
 from sft_play.training.context import RunContext
 from sft_play.training.isolation import LENGTHS, measure_cross_document
@@ -49,23 +50,24 @@ def share_or_separate(
 
 
 def _why_separate(context: RunContext, model: nn.Module) -> str | None:
-    kernels, name = fused_kernels_of(model), type(model).__name__
+    kernels, text_config = fused_kernels_of(model), model.config.get_text_config()
     for module in model.modules():
         state = vars(module).get("mixer_state")
-        if state is not None and not state.takes_trees:
+        if state and not state.takes_trees:
             return f"the state of {type(module).__name__} cannot branch"
+    balance = context.config.train.router_aux_loss_coef
+    if balance and (balance != "auto" or getattr(text_config, BALANCE, False)):
+        return "the load-balancing loss counts the tokens of each sample"
     if "attention" not in kernels.on:
         return f"no fused attention ({kernels.off.get('attention', 'nothing is fused')})"
     collator = PackCollator(0, context.plan.layout.capacity, varlen=True)
-    vocabulary = model.config.get_text_config().vocab_size
-    device = context.process.device
+    vocabulary, device = text_config.vocab_size, context.process.device
     with context.process.autocast():
         found = measure_cross_document(model, collator, vocabulary, device, LENGTHS[1])
     # a model that computes NaN is reported by the first evaluation
     if context.process.min(int(found.holds or math.isnan(found.joined))):
         return None
     return (
-        f"logits of {name} change by {found.seen:.2g} with the tokens of another branch, and "
-        f"differ by {found.apart:.2g} from those of the sample alone "
-        f"({found.joined:.2g} if it follows the other)"
+        f"logits of a branch change by {found.seen:.2g} with the tokens of another, and differ by "
+        f"{found.apart:.2g} from those of the sample alone ({found.joined:.2g} without branches)"
     )
