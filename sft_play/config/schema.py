@@ -114,6 +114,7 @@ def is_structured(path: str) -> bool:
     return bool((settings()[path].json_schema_extra or {}).get("structured"))
 
 
+@cache
 def is_name(path: str) -> bool:
     """Return whether a setting is a path or a name, which is never empty."""
     field = settings().get(path)

@@ -106,8 +106,10 @@ def sharing_run(planned: PlannedRun, data: RunData) -> PlannedRun:
     if is_sharing:
         planned = planned.with_units(tree_tokens=planned.config.model.max_seq_len)
     elif shared and setting == "auto":
-        share = f"{shared / tokens:.0%} of the tokens"
-        print(f"beginnings that samples share, {share}, are computed for each: {reason}")
+        print(
+            f"beginnings that samples share, {shared / tokens:.0%} of the tokens, are computed for "
+            f"each: {reason}"
+        )
     return replace(planned, config=planned.config.changed({"train.share_prefixes": is_sharing}))
 
 
@@ -133,7 +135,7 @@ def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
     packed = apart.packed(count(units, apart.plan.layout), step_tokens)
     if not is_sharing:
         return packed
-    largest = int(data.units(1 << 40).lengths.max())
+    largest = int(data.units(1_000_000_000).lengths.max())
     tokens = packed.plan.tree_room(largest)
     joined = replace(packed.plan.layout, tree_tokens=tokens)
     return packed.with_units(tree_tokens=tokens, fullest_step=count(data.units(tokens), joined))

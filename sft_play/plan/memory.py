@@ -8,6 +8,7 @@ fitted to an 8B Llama there (PEFT, 8192 tokens per micro-batch, no checkpointing
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from sft_play.plan.activations import (
@@ -66,6 +67,9 @@ class PhaseBytes:
         return {name: size for name, size in vars(self).items() if size or name not in rare}
 
 
+_total = attrgetter("total")
+
+
 @dataclass(frozen=True)
 class StepBytes:
     """Bytes on one device in each of PHASES; the largest phase is the run's peak."""
@@ -121,10 +125,6 @@ def step_bytes(step: StepSpec, layout: Layout) -> StepBytes:
 def peak_bytes(step: StepSpec, layout: Layout) -> int:
     """Return the bytes of one rank in the phase that needs most."""
     return step_bytes(step, layout).predicted_peak
-
-
-def _total(phase: PhaseBytes) -> int:
-    return phase.total
 
 
 def is_fullest_at_begin(step: StepSpec, layout: Layout) -> bool:

@@ -78,7 +78,7 @@ class ModelShape:
         layers = (LayerKind(self.layers, query_features=query, kv_features=keys),)
         return Structure(parameters, parameters, tuple(matrices), layers)
 
-    @property
+    @cached_property
     def matrices(self) -> tuple[MatrixKind, ...]:
         """The matrices of the layers, which determine adapters, 4-bit weights and FLOPs."""
         return self.counts.matrices

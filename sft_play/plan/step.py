@@ -5,6 +5,7 @@ that are trained in full; `models.parameters` counts the real model.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, Self
 
 from sft_play.config.deepspeed_json import DEFAULT_FETCHING, Fetching
@@ -318,7 +319,7 @@ class StepSpec:
         """Whether matrix multiplications are in 16 bits."""
         return self.compute_bytes == 2
 
-    @property
+    @cached_property
     def adapter_weights(self) -> int:
         """Weights trained on top of a frozen base, 0 if the base itself is trained."""
         if self.is_full:
@@ -330,7 +331,7 @@ class StepSpec:
         """Adapter weights that a token is routed to, None if every weight is trained."""
         return None if self.is_full else self.adapters.weights(self.model, is_active=True)
 
-    @property
+    @cached_property
     def adapted_matrices(self) -> tuple[MatrixKind, ...]:
         """The matrices that have adapters."""
         return self.adapters.matrices(self.model)
@@ -345,7 +346,7 @@ class StepSpec:
         """Whether head and loss are computed in chunks, so that all logits never exist."""
         return self.is_fast if self.fuses_loss is None else self.fuses_loss
 
-    @property
+    @cached_property
     def trained_weights(self) -> int:
         if self.is_full:
             return self.model.parameters - self.model.counts.encoders
@@ -356,7 +357,7 @@ class StepSpec:
         """Bytes per trained weight and per its gradient; adapters are in float32."""
         return self.weight_bytes if self.is_full else 4
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state for all trained weights."""
         trained = self.trained_weights

@@ -6,7 +6,7 @@ follow from the counts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 
 from pydantic import TypeAdapter
 
@@ -37,7 +37,7 @@ class MatrixKind:
     is_quantized: bool = True  # over a 4-bit base
     is_stacked: bool = False  # the experts are one parameter with three dimensions
 
-    @property
+    @cached_property
     def weights(self) -> int:
         return self.count * self.experts * self.inputs * self.outputs
 
@@ -119,22 +119,22 @@ class Structure:
     def recurrent_layers(self) -> int:
         return sum(kind.count for kind in self.layers if kind.is_recurrent)
 
-    @property
+    @cached_property
     def product_weights(self) -> int:
         """Weights of all matrices."""
         return sum(kind.weights for kind in self.matrices)
 
-    @property
+    @cached_property
     def active_product_weights(self) -> int:
         """Weights of the matrices that a token is multiplied by."""
         return sum(kind.active_weights for kind in self.matrices)
 
-    @property
+    @cached_property
     def quantized_weights(self) -> int:
         """Weights that a 4-bit base packs."""
         return sum(kind.weights for kind in self.matrices if kind.is_quantized)
 
-    @property
+    @cached_property
     def kv_features(self) -> int:
         """Features of a token's keys in all layers: half of a cache."""
         return sum(kind.count * kind.kv_features for kind in self.layers)
