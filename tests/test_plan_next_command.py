@@ -85,3 +85,12 @@ def test_a_probe_whose_smallest_step_lacks_memory_names_other_settings():
         fit_of(), PROBED_REQUEST, layout, 10 * GIB, 12 * GIB, "a GPU"
     )
     assert "12.0 GiB" in str(error) and "TUNING_MODE=qlora" in str(error)
+
+
+def test_a_micro_batch_of_trees_becomes_smaller_before_layers_are_recomputed():
+    planned = plan_for("1xH200", LLAMA_8B, "train.batch_size=4", "train.grad_accum=2")
+    packed = planned.packed(8, 8 * 2048)
+    trees = packed.with_units(tree_tokens=packed.plan.layout.tokens, fullest_step=2)
+    assert trees.plan.layout.sequences == 1
+    settings = next_command.smaller_settings(trees.config, trees.plan, "backward")
+    assert settings == {"train.batch_size": 2, "train.grad_accum": 4}

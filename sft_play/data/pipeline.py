@@ -120,7 +120,6 @@ def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
     for each micro-batch, which has room for larger trees.
     """
     train, plan, row_ends = planned.config.train, planned.plan, data.row_ends
-    is_sharing = plan.layout.tree_tokens is not None
     # without packing, the need of one epoch
     epochs = train.passes(len(row_ends)) if plan.packing else 1
 
@@ -131,9 +130,9 @@ def packed_run(planned: PlannedRun, data: RunData) -> PlannedRun:
     units = data.units(plan.layout.tree_tokens)
     mean_tokens = sum(units.lengths) / len(row_ends)  # per row
     step_tokens = min(plan.layout.rows_per_step, len(row_ends)) * mean_tokens
-    apart = planned.with_units(tree_tokens=None) if is_sharing else planned
+    apart = planned.with_units(tree_tokens=None)
     packed = apart.packed(count(units, apart.plan.layout), step_tokens)
-    if not is_sharing:
+    if plan.layout.tree_tokens is None:
         return packed
     largest = int(data.units(1_000_000_000).lengths.max())
     tokens = packed.plan.tree_room(largest)

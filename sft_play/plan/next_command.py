@@ -145,7 +145,7 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
     if phase == "evaluation" and isinstance(eval_batch_size, int) and eval_batch_size > 1:
         return {"train.eval_batch_size": eval_batch_size // 2}
     is_micro_batch = phase in MICRO_BATCH_PHASES
-    if is_micro_batch and layout.sequences > 1:
+    if is_micro_batch and layout.sequences * layout.capacity > layout.max_seq_len:
         return _halved(plan)
     if is_micro_batch and plan.checkpointing != "full":
         return {"train.gradient_checkpointing": True}
