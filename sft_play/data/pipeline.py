@@ -73,6 +73,9 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     data = prepare_run_data(planned.config)
     refuse_images(planned, data)
     write_quarantine(folder, data.sources)
+    reason = why_separate(planned, data)
+    if reason and planned.config.train.share_prefixes == "auto" and data.train.shared.any():
+        print(f"beginnings that samples share are computed for each: {reason}")
     planned, packed, padding = counted_run(planned, data)
     folder.write_data(DataFacts(data.sources, padding).to_json())
     return with_loaders(with_answer_limit(packed if planned.plan.packing else planned, data), data)
@@ -94,22 +97,16 @@ def why_separate(planned: PlannedRun, data: RunData) -> str | None:
 
 
 def sharing_run(planned: PlannedRun, data: RunData) -> PlannedRun:
-    """Return the run with trees of samples that begin alike, and say so if it has none.
+    """Return the run with trees of samples that begin alike, if they can be computed once.
 
     Raises: ConfigError for train.share_prefixes=true if there cannot be any.
     """
     setting, reason = planned.config.train.share_prefixes, why_separate(planned, data)
-    shared, tokens = int(data.train.shared.sum()), int(data.train.lengths.sum())
     if reason and setting is True:
         raise ConfigError(f"train.share_prefixes=true: {reason}; set TRAIN_SHARE_PREFIXES=auto")
-    is_sharing = reason is None and shared > 0
+    is_sharing = reason is None and bool(data.train.shared.any())
     if is_sharing:
         planned = planned.with_units(tree_tokens=planned.config.model.max_seq_len)
-    elif shared and setting == "auto":
-        print(
-            f"beginnings that samples share, {shared / tokens:.0%} of the tokens, are computed for "
-            f"each: {reason}"
-        )
     return replace(planned, config=planned.config.changed({"train.share_prefixes": is_sharing}))
 
 
