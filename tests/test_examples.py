@@ -122,12 +122,14 @@ def test_the_four_lines_train(model, rows, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["train_multi_gpu.py", "multi_gpu_training.py"])
-def test_an_example_computes_in_bfloat16_where_a_gpu_does(name, model, rows, tmp_path):
+def test_an_example_trains_in_bfloat16_as_on_a_gpu(name, model, rows, tmp_path, capsys):
     """transformers refuses an Accelerator that was made with another precision than its own."""
     AcceleratorState._reset_state(reset_partial_state=True)
     with patch("sft_play.distributed.choose_dtype", return_value=torch.bfloat16):
         sys.modules.pop("example_setup", None)
         run_script_here(name, words(model, rows, tmp_path / "output"))
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert "'train_loss'" in capsys.readouterr().out
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
