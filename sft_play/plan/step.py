@@ -85,7 +85,7 @@ class Layout:
     @property
     def row_tokens(self) -> int:
         """Maximum tokens of a row on one rank."""
-        return -(-(self.tree_tokens or self.max_seq_len) // self.context_parallel)
+        return -(-self.capacity // self.context_parallel)
 
     @property
     def tokens(self) -> int:

@@ -74,9 +74,8 @@ def segments(documents: Documents) -> Segments:
     begins = [*accumulate((branch.own for branch in branches), initial=0)]
     starts = {*begins, *(parents[begin] + 1 for begin in begins[:-1])}
     found = {0: (-1, -1)}  # by the place after a segment: its level, and its number there
-    members: list[
-        list[tuple[int, int, int]]
-    ] = []  # of each level: begin, end, number of the parent
+    # of each level: begin, end and the number of the parent
+    members: list[list[tuple[int, int, int]]] = []
     for begin, end in pairwise(sorted(starts)):
         level, parent = found[parents[begin] + 1]
         if len(members) == level + 1:
