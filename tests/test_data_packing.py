@@ -194,7 +194,7 @@ def test_documents_alone_in_a_micro_batch_have_few_widths():
 def test_a_filler_is_its_sample_without_loss_and_is_not_counted():
     assert [ROWS[1].labels.tolist(), ROWS[~1].labels.tolist()] == [[-100, 5], [-100, -100]]
     assert ROWS[~1].ids.tolist() == ROWS[1].ids.tolist()
-    real = [[own for _, own in ROWS[at].real_branches] for at in ((0, 1), (0, ~1), ~0)]
+    real = [[new for _, new in ROWS[at].real_branches] for at in ((0, 1), (0, ~1), ~0)]
     assert real == [[3, 2], [3], []]
     assert ROWS[0, ~1].lengths == (3, 2)
 

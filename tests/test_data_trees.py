@@ -131,9 +131,9 @@ def test_a_token_attends_to_those_before_it_in_its_samples(tmp_path, seed):
     ids = np.concatenate([split[index].ids[each.shared :] for index, each in enumerate(branches)])
     end = 0
     for index, branch in enumerate(branches):
-        end += branch.own
+        end += branch.new
         sample = split[index].ids
-        for back in range(branch.own):
+        for back in range(branch.new):
             token = end - 1 - back
             path = np.flatnonzero(sees[token])
             assert ids[path].tolist() == sample[: len(sample) - back].tolist()

@@ -201,7 +201,7 @@ def tree_documents() -> tuple[Documents, list[list[int]]]:
     documents = replace(documents, longest=12, tree=TreeRows(positions, ends))
     samples, end = [], 0
     for branch in (*TREES[0], *TREES[1], *TREES[2], padding):
-        end += branch.own
+        end += branch.new
         path, token = [], end - 1
         while token >= 0:
             path.append(token)

@@ -75,7 +75,7 @@ class RunData:
         return splits.find_row_ends(self.train)
 
     def units(self, tree_tokens: int | None) -> Units:
-        """Return what training packs: trees of at most so many tokens, None for samples alone."""
+        """Return what training packs: trees of at most so many tokens, None for single samples."""
         return find_units(self.train.lengths, self.train.shared, self.row_ends, tree_tokens)
 
     def used_tokens(self) -> splits.UsedTokens:

@@ -59,7 +59,7 @@ class Batch:
     """Rows of a micro-batch as tensors, all on one device."""
 
     inputs: Mapping[str, Any]  # arguments of the model, other than the documents
-    labels: Tensor | None  # (B, T) int64, IGNORE_INDEX where no loss; None if `loss` says it alone
+    labels: Tensor | None  # (B, T) int64, IGNORE_INDEX without loss; None if only `loss` has them
     loss: LossTokens
     branches: Sequence[Branch] = ()  # of each sample that is not a filler
     documents: Documents | None = None  # None: each row is one, or a mask or positions name them

@@ -44,7 +44,7 @@ class TokenSequence:
     @property
     def lengths(self) -> tuple[int, ...]:
         """The tokens of each document."""
-        return tuple(sum(branch.own for branch in tree) for tree in self.trees)
+        return tuple(sum(branch.new for branch in tree) for tree in self.trees)
 
     @property
     def real_branches(self) -> list[Branch]:
@@ -83,20 +83,20 @@ class TrainRows(Dataset[TokenSequence]):
     def _document(self, index: int) -> TokenSequence:
         """Return the sequence of a sample, or of a unit's samples as a tree."""
         first, *others = [index] if self.units is None else self.units.samples(index)
-        document = _own_tokens(self.samples[first])
+        document = _new_tokens(self.samples[first])
         assert document.labels[0] == IGNORE_INDEX, (
             "a first token that is trained would be predicted from the document before it"
         )
         if not others:
             return document
         parts = [
-            _own_tokens(self.samples[other], int(self.samples.shared[other])) for other in others
+            _new_tokens(self.samples[other], int(self.samples.shared[other])) for other in others
         ]
         joined = _join([document, *parts])
         return replace(joined, images=((),), trees=(tuple(chain.from_iterable(joined.trees)),))
 
 
-def _own_tokens(sample: Sample, shared: int = 0) -> TokenSequence:
+def _new_tokens(sample: Sample, shared: int = 0) -> TokenSequence:
     """Return a sample without its first tokens, which another one of its tree has."""
     ids = np.asarray(sample.ids[shared:], dtype=np.int64)
     labels = np.asarray(sample.labels[shared:], dtype=np.int64)

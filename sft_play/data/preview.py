@@ -149,7 +149,7 @@ def cut_note(cut_tokens: int, too_long: str) -> str | None:
 
 
 def branch_note(shared: int, index: int) -> str | None:
-    """Return where a sample branches off the one before it; None if they share nothing."""
+    """Return how much a sample shares with the one before it; None if nothing."""
     return f"its first {shared:,} tokens are those of sample {index}, too" if shared else None
 
 

@@ -28,7 +28,7 @@ RECORDS = "samples.bin"
 ID = np.dtype("<i4")
 WEIGHT = np.dtype("<f4")
 FIELDS = """
-end <i8           of its own tokens in ids.bin
+end <i8           of its new tokens in ids.bin
 shared <i4        tokens at its start that the sample before it has, too
 number <i8        the row's line or index in its file
 exact <u8         hash of the row's text
@@ -39,7 +39,7 @@ file <i4          which file of the source
 answer_start <i4  first token of the last answer; 0: none, as in plain text
 trained <i4       tokens that carry loss
 cut <i4           tokens of its row that the length policy cut
-weights <i8       start of its own tokens' weights in weights.bin; -1: each weight is 1
+weights <i8       start of its new tokens' weights in weights.bin; -1: each weight is 1
 images <i8        end of its images in images.bin
 image_tokens <i4  that represent the images
 """
@@ -106,10 +106,10 @@ class Store:
     def __getitem__(self, index: int) -> Sample:
         start, end = self._bounds("end", index)
         shared = int(self.shared[index])
-        own = np.asarray(self.ids[start:end])
-        ids = np.concatenate([*self._beginning(index, shared), own])
+        new = np.asarray(self.ids[start:end])
+        ids = np.concatenate([*self._beginning(index, shared), new])
         labels = np.full(len(ids), IGNORE_INDEX, np.int64)
-        labels[shared:] = np.where(self.trained[start:end], own, IGNORE_INDEX)
+        labels[shared:] = np.where(self.trained[start:end], new, IGNORE_INDEX)
         first, weights = int(self.records["weights"][index]), None
         if first >= 0:
             weights = np.ones(len(ids), WEIGHT)
@@ -206,7 +206,7 @@ class StoreWriter(contextlib.ExitStack):
 
 def to_arrays(samples: Sequence[StoredSample]) -> SampleArrays:
     """Return samples as arrays, those of each row as a tree."""
-    ids: list[np.ndarray] = []  # own tokens of each sample
+    ids: list[np.ndarray] = []  # new tokens of each sample
     labels: list[np.ndarray] = []
     records = np.zeros(len(samples), dtype=RECORD)
     weights: list[float] = []

@@ -2,8 +2,8 @@
 
 A chat template may write an answer differently once the conversation continues, so a conversation
 gives several samples with the same beginning. In depth-first order, each sample is a `Branch`: its
-first tokens are those of the sample before it, the others are its own. The tokens of a tree, in
-this order, are the own tokens of its branches. Documents of a row are trees of one branch.
+first tokens are those of the sample before it, the others are new. The tokens of a tree, in this
+order, are the new tokens of its branches. Documents of a row are trees of one branch.
 
 Legend: N samples, R rows, U units, T tokens.
 """
@@ -19,7 +19,7 @@ class Branch(NamedTuple):
     """The tokens of a sample in a tree."""
 
     shared: int  # at its beginning, which are tokens of earlier branches
-    own: int  # all others, at least one
+    new: int  # all others, at least one
 
 
 def depth_first(samples: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
@@ -70,18 +70,18 @@ def lay_out(branches: Sequence[Branch]) -> TreeTokens:
     >>> tokens.positions.tolist(), tokens.ends.tolist(), tokens.parents.tolist()
     ([0, 1, 2, 1, 2], [5, 3, 3, 5, 5], [-1, 0, 1, 0, 3])
     """
-    size = sum(branch.own for branch in branches)
-    positions = np.concatenate([np.arange(own) + shared for shared, own in branches])
+    size = sum(branch.new for branch in branches)
+    positions = np.concatenate([np.arange(new) + shared for shared, new in branches])
     ends = np.full(size, size)
     parents = np.arange(-1, size - 1)
     path = np.zeros(max(map(sum, branches)), np.int64)  # places of the sample's tokens
     place = depth = 0
-    for shared, own in branches:
+    for shared, new in branches:
         ends[path[shared:depth]] = place
         parents[place] = path[shared - 1] if shared else -1
-        depth = shared + own
-        path[shared:depth] = np.arange(place, place + own)
-        place += own
+        depth = shared + new
+        path[shared:depth] = np.arange(place, place + new)
+        place += new
     return TreeTokens(positions, ends, parents)
 
 

@@ -1,8 +1,8 @@
 """Attention with torch's flex_attention, for scores that no other kernel computes.
 
-Token i attends to token j if j <= i < end of j: where its document ends, or in a tree the samples
-that have it. A block of queries needs the blocks of keys with an end behind its first token. This
-is computed without a mask of all pairs of tokens: 4 MiB of indices at 131,072 tokens.
+Token i attends to token j if j <= i < end of j: the end of its document, or in a tree that of the
+samples that have it. A block of queries needs the blocks of keys with an end behind its first
+token. This is computed without a mask of all pairs of tokens: 4 MiB of indices at 131,072 tokens.
 
 flex_attention is compiled on a GPU. Elsewhere it stores all scores, and has no backward pass.
 
@@ -72,7 +72,7 @@ def kernel_width(tokens: int) -> int:
     """Return the tokens that the kernel computes: the compiler takes seconds for each number.
 
     There are four widths between consecutive powers of two; the padding costs little, as its tokens
-    attend to themselves alone.
+    attend only to themselves.
 
     >>> [kernel_width(tokens) for tokens in (1, 1000, 1025, 15000)]
     [128, 1024, 1280, 16384]
@@ -104,7 +104,7 @@ def _block_mask(documents: Documents, tokens: int, window: int | None) -> BlockM
 def make_block_mask(documents: Documents, tokens: int, window: int | None) -> BlockMask:
     """Return the mask of causal attention within documents, and within a window of tokens.
 
-    Each token after the last document is alone; `tokens` is a multiple of BLOCK.
+    Each token after the last document attends only to itself; `tokens` is a multiple of BLOCK.
     """
     place = torch.arange(tokens, device=documents.boundaries.device, dtype=torch.int32)
     boundaries = functional.pad(documents.boundaries, (0, 1))

@@ -71,7 +71,7 @@ def segments(documents: Documents) -> Segments:
     """Return the segments of the trees of a batch."""
     branches, device = documents.tree.branches, documents.boundaries.device
     parents = lay_out(branches).parents.tolist()
-    begins = [*accumulate((branch.own for branch in branches), initial=0)]
+    begins = [*accumulate((branch.new for branch in branches), initial=0)]
     starts = {*begins, *(parents[begin] + 1 for begin in begins[:-1])}
     found = {0: (-1, -1)}  # by the place after a segment: its level, and its number there
     # of each level: begin, end and the number of the parent
@@ -110,9 +110,9 @@ def places_with_ancestors(documents: Documents, gap: int) -> tuple[Tensor, Tenso
         for _ in range(gap):
             ancestors.append(parents[ancestors[-1]])
         found += ancestors[:0:-1]
-        places += range(len(found), len(found) + branch.own)
-        found += range(begin, begin + branch.own)
-        begin += branch.own
+        places += range(len(found), len(found) + branch.new)
+        found += range(begin, begin + branch.new)
+        begin += branch.new
     return torch.tensor(found).to(device), torch.tensor(places).to(device)
 
 
