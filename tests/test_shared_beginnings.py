@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from marks import long
+from plan_examples import CPU as CPU_HOST
+from plan_examples import plan_for
 from rank_processes import run_two_workers
 from record_files import write_rows
 from run_files import run_json
@@ -21,6 +23,7 @@ from sft_play.config.schema import Config
 from sft_play.config.sections.model import ModelSection
 from sft_play.data import collate
 from sft_play.data.collate import PackCollator, TrainRows
+from sft_play.data.pipeline import build_ledger
 from sft_play.data.splits import find_row_ends
 from sft_play.data.store import Split
 from sft_play.data.trees import TreeTokens, Units, find_units, lay_out
@@ -263,3 +266,17 @@ def test_what_cannot_share_says_so_in_one_line(plan_run, trained, chats, capsys,
     lines = [line for line in capsys.readouterr().out.splitlines() if "beginnings" in line]
     expected = f"beginnings that samples share are computed for each: {reason}"
     assert lines == ([] if reason is None else [expected])
+
+
+def test_a_ledger_is_all_that_data_check_prints(trained, chats, capsys):
+    """Its JSON would not be JSON."""
+    settings = {
+        "model.name": trained.base_of("qwen3"),
+        "model.max_seq_len": 512,
+        "data.train_path": chats["train"],
+        "data.val_path": chats["val"],
+        "train.fast_path": "false",
+    }
+    planned = plan_for(CPU_HOST, *(f"{name}={value}" for name, value in settings.items()))
+    build_ledger(planned)
+    assert "beginnings" not in capsys.readouterr().out
