@@ -8,11 +8,12 @@ from families import FAMILIES, family, tokenizer
 from record_files import run_data, write_rows
 from renderings import CHATML, EVERY, row, samples_of, trained
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AddedToken, PreTrainedTokenizerFast
 
 from sft_play.data.messages import parse_conversation
 from sft_play.data.render import Renderer, RenderError, render_prompt
 from sft_play.data.rows import Message, Row
+from sft_play.data.special_text import encode, join_ids, special_text
 from sft_play.errors import DataError
 
 WORDS = ("A rose", " is red", "\n\n", "  ", "user", "<|", "|>", "naïve 🙂", "é<", "1.2")
@@ -211,3 +212,39 @@ def test_the_ledger_counts_the_rows_and_says_it_once(tmp_path):
     assert len(notes) == 1 and "<|im_end|> (1 rows)" in notes[0]
     with pytest.raises(DataError, match=r"train\.jsonl:21: messages\[1\] contains <\|im_end\|>"):
         run_data(path, tok, 512, val_size=0.1, special_tokens_in_text="fail")
+
+
+def with_greedy_tokens() -> PreTrainedTokenizerFast:
+    """A tokenizer as XLM-R's or Phi's: added tokens take the blanks beside them, or need some."""
+    tok = sentencepiece("unigram")
+    tok.add_tokens(
+        [
+            AddedToken("<left>", lstrip=True, special=True),
+            AddedToken("<right>", rstrip=True, special=True),
+            AddedToken("<word>", single_word=True, special=True),
+            AddedToken("<plain>", normalized=True),
+        ]
+    )
+    return tok
+
+
+TOKENIZERS = {
+    **{name: lambda name=name: family(name) for name in FAMILIES},
+    **{kind: lambda kind=kind: sentencepiece(kind) for kind in ("unigram", "bpe")},
+    "greedy": with_greedy_tokens,
+}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_texts_are_read_in_parts_with_the_ids_of_the_whole(name):
+    tok = TOKENIZERS[name]()
+    words = ["a", "b ", " ", "\n", "\n\n", " user", "x" * 5]
+    words += [token.content for token in tok.added_tokens_decoder.values()]
+    draw = random.Random(0)
+    texts = ["", *("".join(draw.choices(words, k=draw.randrange(30))) for _ in range(300))]
+    special = special_text(tok, "as_text")
+    assert special.encode(texts) == encode(tok.backend_tokenizer, texts)
+    for text, parts in zip(texts, special.encode_parts(texts), strict=True):
+        for number, part in enumerate(parts):
+            before = encode(tok.backend_tokenizer, [text[: part.begin]])[0]
+            assert join_ids(parts[:number]) == before, text

@@ -18,7 +18,7 @@ from sft_play.config.schema import Config
 from sft_play.data.assemble import DataFacts, RunData, assemble
 from sft_play.data.cache import TokenizedSplits, read_bad_rows
 from sft_play.data.ledger import DataAccount, Ledger, PaddedTokens
-from sft_play.data.order import fullest_step
+from sft_play.data.order import fullest_step, padding
 from sft_play.data.processor import without_torch
 from sft_play.data.row_facts import record_counts
 from sft_play.data.sources import find_sources
@@ -76,8 +76,8 @@ def tokenize_run(folder: RunFolder, planned: PlannedRun) -> PlannedRun:
     reason = why_separate(planned, data)
     if reason and planned.config.train.share_prefixes == "auto" and data.train.shared.any():
         print(f"beginnings that samples share are computed for each: {reason}")
-    planned, packed, padding = counted_run(planned, data)
-    folder.write_data(DataFacts(data.sources, padding).to_json())
+    planned, packed, padded = counted_run(planned, data)
+    folder.write_data(DataFacts(data.sources, padded).to_json())
     return with_loaders(with_answer_limit(packed if planned.plan.packing else planned, data), data)
 
 
@@ -237,11 +237,9 @@ def counted_run(planned: PlannedRun, data: RunData) -> tuple[PlannedRun, Planned
 
     Raises: ConfigError for train.share_prefixes=true if no beginning can be shared.
     """
-    from sft_play.data.order import padding
-
     planned = sampled_run(sharing_run(planned, data), data)
     packed = packed_run(planned, data)
-    seed = planned.config.epoch_seed
-    layouts = planned.plan.layout, packed.plan.layout
-    units = data.units(packed.plan.layout.tree_tokens)
-    return planned, packed, padding(units.lengths, *layouts, seed, units.row_ends)
+    unpacked, layout = planned.plan.layout, packed.plan.layout
+    units = data.units(layout.tree_tokens)
+    padded = padding(units.lengths, unpacked, layout, planned.config.epoch_seed, units.row_ends)
+    return planned, packed, padded

@@ -20,7 +20,7 @@ from sft_play.config.loader import environment
 from sft_play.config.schema import Config, ModelSection
 from sft_play.data.files import digest_files
 from sft_play.data.images import image_limits
-from sft_play.data.render import IGNORE_INDEX, RenderedSample, get_images
+from sft_play.data.render import IGNORE_INDEX, RenderedSample, images_of
 from sft_play.data.rows import ImageFile, InvalidRowError, Notes, Row
 from sft_play.data.templates import RenderError
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
@@ -64,7 +64,7 @@ class Processor:
         Raises: InvalidRowError for an image that the processor does not take, and if the model
         reads none; EnvironmentFault if its processor cannot be loaded.
         """
-        if not any(map(get_images, row.messages)):
+        if not images_of(row.messages):
             return row
         messages = []
         for message in row.messages:

@@ -6,16 +6,14 @@ checks them on the tokens. Training matches inference: the ids before an answer 
 Legend: T tokens of one sample.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from os.path import commonprefix
 from typing import Any
 
-from sft_play.data.rows import Images, Json, Message, PromptIds, Row, Segment
-from sft_play.data.special_text import TokensInText, encode, match_any, special_text
+from sft_play.data.rows import Json, Message, PromptIds, Row, Segment
+from sft_play.data.special_text import TokensInText, encode, join_ids, special_text
 from sft_play.data.templates import ChatTemplate, RenderError, stop_ids, template_messages
 from sft_play.data.thoughts import Reasoning, ThoughtPolicy
 from sft_play.data.training_text import (
@@ -25,10 +23,9 @@ from sft_play.data.training_text import (
     Samples,
     TrainingTextBuilder,
     TrainOn,
-    get_images,
+    images_of,
 )
 
-TAIL_CHARACTERS = 64  # of a prompt's end searched for an added token; then 16 times as many
 TWO_BOS = (
     "the text begins with the beginning-of-text token twice: "
     "the row brings one that is written anyway"
@@ -57,12 +54,6 @@ class Renderer:
         self._two_bos = [tokenizer.bos_token_id] * 2
         self._decode = partial(self._tokenizer.decode, skip_special_tokens=False)
         self._eos = tokenizer.eos_token_id
-        self._added_tokens = {
-            token.content: token_id
-            for token_id, token in tokenizer.added_tokens_decoder.items()
-            if token.content.strip()
-        }
-        self._added_token = match_any(self._added_tokens)
         (with_special,) = encode(self._tokenizer, ["a"], add_special_tokens=True)
         (without,) = encode(self._tokenizer, ["a"])
         bos = self._two_bos[:1]
@@ -86,12 +77,14 @@ class Renderer:
             if not isinstance(found, RenderError):
                 texts += found
         tails: dict[str, list[int]] = {}
-        for text, ids in zip(
-            texts, self._special.encode([text.text for text in texts]), strict=True
+        for text, parts in zip(
+            texts, self._special.encode_parts([text.text for text in texts]), strict=True
         ):
-            text.ids = ids
+            text.ids = join_ids(parts)
             for answer in text.answers:
-                answer.tail_token, answer.tail = self._prompt_tail(text, answer.start)
+                *others, last = [part for part in parts if part.begin <= answer.start]
+                answer.tail_token = len(join_ids(others))
+                answer.tail = text.text[last.begin : answer.start]
                 tails[answer.tail] = []
         tails = dict(zip(tails, self._special.encode(list(tails)), strict=True))
         return [
@@ -137,34 +130,6 @@ class Renderer:
             ):
                 return False
         return True
-
-    def _prompt_tail(self, text: RenderedSample, prompt_end: int) -> tuple[int, str]:
-        """Return the tail of a prompt, from its last added token, e.g. `<|im_start|>`.
-
-        The first value is the index of the token at which it starts.
-
-        Tokenizers split texts at their added tokens first, so the tokens before an added token do
-        not depend on what follows it, and comparing from the last one is enough. Without one, the
-        tail is the complete prompt.
-        """
-        written = text.text
-        matches: list[re.Match[str]] = []
-        searched = TAIL_CHARACTERS
-        while not matches and searched < 16 * prompt_end:
-            start = max(0, prompt_end - searched)
-            matches = list(self._added_token.finditer(written, start, prompt_end))
-            searched *= 16
-        if not matches:
-            return 0, written[:prompt_end]
-        found = matches[-1]
-        token_id = self._added_tokens[found[0]]
-        if text.ids.count(token_id) != written.count(found[0]):
-            return 0, written[:prompt_end]
-        # the n-th occurrence in the text is the n-th among the tokens
-        token = -1
-        for _ in range(written.count(found[0], 0, found.end())):
-            token = text.ids.index(token_id, token + 1)
-        return token, written[found.start() : prompt_end]
 
     def _label(
         self, row: Row, texts: Sequence[RenderedSample], tails: Mapping[str, list[int]]
@@ -305,11 +270,6 @@ class Renderer:
         if self._tokenizer.normalizer:
             text = self._tokenizer.normalizer.normalize_str(text)
         return "".join(text.replace("\u2581", " ").split())
-
-
-def images_of(messages: Sequence[Message]) -> Images:
-    """Return the images of messages in their order."""
-    return tuple(chain.from_iterable(map(get_images, messages)))
 
 
 def _join_segments(segments: Sequence[Segment], texts: Sequence[RenderedSample]) -> RenderedSample:

@@ -12,8 +12,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
+from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from sft_play.data.limits import TOKENIZER_REMEDY, panics_as_errors
 from sft_play.data.rows import Row
@@ -35,6 +36,21 @@ TEXTS = ("content", "reasoning", "name", "tool_call_id", "tool_calls")  # of a m
 get_texts = attrgetter(*TEXTS)
 NOTHING = r"(?!)"  # a pattern that never matches
 PROBES = ("Question1Of2", "Answer1Of2", "Question2Of2")  # words that no template contains
+
+
+class TextPart(NamedTuple):
+    """A part of a text."""
+
+    begin: int  # its first character in the text
+    ids: list[int]
+
+
+def join_ids(parts: Iterable[TextPart]) -> list[int]:
+    """Return the ids of consecutive parts."""
+    ids: list[int] = []
+    for part in parts:
+        ids += part.ids
+    return ids
 
 
 class SpecialText:
@@ -59,6 +75,11 @@ class SpecialText:
         self._exchanged = {**self._placeholders, **names}  # each is replaced by the other
         self._either = match_any(self._exchanged)
         self._placeholder = match_any(names)
+        self._part_begin = match_any(
+            token.content
+            for token in added
+            if not (token.normalized or token.lstrip or token.single_word)
+        )
         words = match_any((*(token.content for token in added), *THOUGHT_MARKS)).split(between)
         self._turn_words = _turn_words(words)
         # a text without these needs no escaping
@@ -103,11 +124,24 @@ class SpecialText:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of rendered texts; placeholders are read as plain text."""
-        found = encode(self._backend, texts)
-        for place, text in enumerate(texts):
-            if self._placeholder.search(text):
-                (found[place],) = encode(self._renamed, [self._either.sub(self._exchange, text)])
-        return found
+        return list(map(join_ids, self.encode_parts(texts)))
+
+    def encode_parts(self, texts: Sequence[str]) -> list[list[TextPart]]:
+        """Return the parts of rendered texts between their added tokens, from which each begins.
+
+        Tokenizers split a text there first, so the ids of a part do not depend on other parts, and
+        what texts share is read once.
+        """
+        split = list(map(self._split, texts))
+        parts = list({part: begin for found in split for begin, part in found})
+        ids = dict(zip(parts, encode(self._backend, parts), strict=True))
+        for part in filter(self._placeholder.search, parts):
+            (ids[part],) = encode(self._renamed, [self._either.sub(self._exchange, part)])
+        return [[TextPart(begin, ids[part]) for begin, part in found] for found in split]
+
+    def _split(self, text: str) -> list[tuple[int, str]]:
+        begins = map(re.Match.start, self._part_begin.finditer(text))
+        return [(begin, text[begin:end]) for begin, end in pairwise((0, *begins, len(text)))]
 
     @cached_property
     def _renamed(self) -> Any:

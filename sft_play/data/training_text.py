@@ -13,7 +13,6 @@ import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from operator import attrgetter
 from os.path import commonprefix
 from typing import Any, Literal, Self
@@ -46,7 +45,6 @@ MAX_CHECKED_MESSAGES = 16
 WHITESPACE = re.compile(r"\s*")
 get_role = attrgetter("role")
 get_calls = attrgetter("tool_calls")
-get_images = attrgetter("images")
 is_trained = attrgetter("is_trained")
 INDENT = re.compile(r"\s*?((?: [ \t]+|\t[ \t]*)?)(?=\S|$)")  # a single blank does not count
 MAX_VARIANTS = 64  # values of a template's variables, or names, whose checks are cached
@@ -69,7 +67,8 @@ class AnswerSpan:
     stop: int  # where its stop token begins
     end: int  # where its stop token ends
     images: Images = ()  # before the answer
-    # The end of its prompt, tokenized to check that the sample begins with the prompt's ids
+    # The last part of its prompt, from an added token or the beginning. It is tokenized to check
+    # that the sample begins with the prompt's ids; other parts do not depend on what follows
     tail: str = ""
     tail_token: int = 0  # index of the tail's first token in the tokens of the full text
 
@@ -280,7 +279,7 @@ class TrainingTextBuilder:
             )
             text += begun[0] if begun else self._eos
             end = len(text)
-        images = tuple(chain.from_iterable(map(get_images, asked)))
+        images = images_of(asked)
         answer = AnswerSpan(index, start, stop, end, images)
         return RenderedSample([], [], notes=notes, text=text, answers=[answer])
 
@@ -319,6 +318,11 @@ class TrainingTextBuilder:
             raise RenderError(
                 f"the chat template writes messages[{last}], an answer, more than once"
             )
+
+
+def images_of(messages: Sequence[Message]) -> Images:
+    """Return the images of messages in their order."""
+    return tuple(image for message in messages for image in message.images)
 
 
 def restore_beginning(message: Message, prompt_end: int, text: str) -> str:
