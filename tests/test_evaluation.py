@@ -5,8 +5,10 @@ import json
 import math
 import random
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,10 @@ from casts import Casts
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from rouge_score.tokenizers import DefaultTokenizer
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
-from sft_play.config.schema import TrainSection
+from sft_play.config.schema import Config, TrainSection
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, render_prompt
 from sft_play.data.row_hashes import RowHashes
 from sft_play.data.rows import Message
@@ -35,6 +38,8 @@ from sft_play.evaluation.generate import (
 )
 from sft_play.evaluation.rouge import UnicodeTokenizer
 from sft_play.evaluation.scores import rouge
+from sft_play.models.architecture import decoder_of
+from sft_play.models.fast.install import install_fused_kernels
 from sft_play.models.fast.loss.head import fuse_loss, summed_nll
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
@@ -116,6 +121,30 @@ def test_each_row_has_the_loss_that_it_has_alone(tiny_base, split, tokenizer, is
     rows = scores.score(model).row_losses
     assert [row.nats for row in rows] == pytest.approx(alone, rel=1e-5)
     assert [row.tokens for row in rows] == [row.trained_tokens for row in split]
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "gemma2", "gpt_oss", "qwen3_5", "deepseek_v3", "gpt2"]
+)
+def test_padded_rows_are_scored_without_a_mask_by_the_attention_of_training(
+    split, tokenizer, model_type, monkeypatch
+):
+    model = tiny_model(model_type).eval()
+    scored = evaluator(split, tokenizer, eval_batch_size=4, predict_with_generate=False)
+    own = [row.nats for row in scored.score(model).row_losses]
+    kernels = install_fused_kernels(model, Config(), HERE)
+    assert "attention" in kernels.on, kernels.off
+    code = sys.modules[type(decoder_of(model)).__module__]
+    monkeypatch.setattr(code, "eager_attention_forward", None, raising=False)
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def attend_without_mask(*args: torch.Tensor, attn_mask: None = None, **kwargs: Any) -> Any:
+        assert attn_mask is None
+        return attend(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, attend.__name__, attend_without_mask)
+    rows = scored.score(model.eval()).row_losses
+    assert [row.nats for row in rows] == pytest.approx(own, rel=1e-5)
 
 
 def test_weights_that_are_no_numbers_are_an_error_rather_than_a_score(tiny_base, split, tokenizer):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from sft_play.models.trace import tracing
 from sft_play.plan import counting, memory
 from sft_play.plan.cards import parse_hardware
 from sft_play.plan.config_json import known_model
-from sft_play.plan.report import closed_form
 from sft_play.plan.resolve import resolve_plan
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.traced import TracedSize
@@ -211,7 +211,7 @@ def test_the_closed_form_is_near_the_trace_where_it_was_fitted(layers, tmp_path,
     folder = cut("meta-llama/Llama-3.2-1B-Instruct", layers, tmp_path)
     words = (f"model.name={folder}", f"data.cache_dir={tmp_path}", "train.batch_size=4")
     exact = planned(*words, "train.grad_accum=2", exact=True).plan
-    closed = closed_form(exact)
+    closed = memory.step_bytes(replace(exact.step, traced=None), exact.layout)
     for name in ("load", "forward", "backward", "optimizer"):
         total = exact.memory.phases[name].total
         assert closed.phases[name].total == pytest.approx(total, rel=0.03), name
@@ -247,12 +247,10 @@ def test_an_exact_plan_is_a_traced_one(folder_of, monkeypatch, tmp_path, traced_
         for option in ([], ["--exact"])
     )
     assert (plain["memory_source"], exact["memory_source"]) == ("closed form", "traced")
-    assert plain["phases"]["forward"] == exact["closed_form"]["forward"]
     for name in ("weights", "adapters", "optimizer"):
         assert exact["memory"][name] == plain["memory"][name]
-    said = CliRunner().invoke(cli.app, words, env={"EXACT": "1"}).stdout.splitlines()
-    assert said[-1].startswith("exact: the closed form differs by load +0.00 %, forward ")
-    assert said[-1].count("%") == len(memory.PHASES)
+    said = CliRunner().invoke(cli.app, words, env={"EXACT": "1"}).stdout
+    assert "by a trace of the model's" in said
 
 
 @pytest.mark.parametrize("words", ["tuning.backend=unsloth", "tuning.lora.use_dora=true"])

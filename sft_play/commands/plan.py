@@ -16,7 +16,6 @@ from sft_play.config.loader import BASE, LoadedConfig
 from sft_play.config.schema import env_name, settings
 from sft_play.data.row_facts import count_rows_or_reason
 from sft_play.plan import launch, next_command, report
-from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.workload import Workload, workload
@@ -46,16 +45,12 @@ def plan_text(call: Call, planned: PlannedRun, as_json: bool) -> str:
     trained = NO_ROWS if names_no_rows(call) else work_or_reason(planned)
     output_dir = Path(planned.config.train.output_dir)
     near = accuracy.of_runs(output_dir, plan.ranks.device, plan.gpu)
-    has_both = call.invocation.exact and plan.step.model.model_type in LLAMA_LIKE
     if as_json:
         counts = None if isinstance(trained, str) else trained
-        closed = report.phases_json(report.closed_form(plan)) if has_both else None
         facts = report.plan_json(plan, command, counts)
-        return as_text({**facts, "accuracy": asdict(near), "closed_form": closed})
+        return as_text({**facts, "accuracy": asdict(near)})
     words = next_command.start_command(plan, given_variables(call))
     lines = report.plan_lines(planned, command, words, trained) + accuracy.accuracy_lines(near)
-    if has_both:
-        lines.append(report.closed_form_line(plan))
     return "\n".join(lines)
 
 

@@ -64,7 +64,7 @@ class Invocation:
     )
     exact: bool = _variable(
         False,
-        "1: make plan traces the real model, without its weights, and compares the closed form.",
+        "1: make plan traces the real model, without its weights.",
     )
 
 

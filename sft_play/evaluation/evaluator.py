@@ -19,6 +19,7 @@ from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
 from sft_play.data.batch import Batch, labelled
 from sft_play.data.collate import ImageInputs, PadCollator, TrainRows, images_by_document
+from sft_play.data.documents import Documents
 from sft_play.data.render import IGNORE_INDEX, TemplateSpace, template_space
 from sft_play.data.rows import SHOWN_IMAGE, ImageFile, Message, PromptIds, Row
 from sft_play.data.special_text import match_any
@@ -43,6 +44,7 @@ from sft_play.evaluation.scores import (
     score_answers,
 )
 from sft_play.models.fast.context import ContextGroup
+from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.fast.loss.head import (
     fused_nll,
     is_loss_fused,
@@ -181,9 +183,12 @@ class Evaluator:
         rows = batch.rows
         if self.images is not None:
             rows = rows.with_inputs(self.images(batch.images, rows.ids))
-        rows = rows.to(self.process.device, non_blocking=True)
         if self.context is not None:
             rows = self.context.shared(rows)
+        elif self.images is None and "attention" in fused_kernels_of(model).on:
+            count, width = rows.ids.shape  # padding on the right needs no mask
+            rows = replace(rows, documents=Documents.of_lengths([width] * count))
+        rows = rows.to(self.process.device, non_blocking=True)
         arguments = {**rows.arguments, "use_cache": False}
         if not is_loss_fused(model):
             return nll_of_rows(model(**arguments).logits, rows.labels)

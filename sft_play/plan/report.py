@@ -3,13 +3,13 @@
 import shlex
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.advice import Advised
 from sft_play.plan.launch import Launch
-from sft_play.plan.memory import GIB, StepBytes, step_bytes
+from sft_play.plan.memory import GIB, StepBytes
 from sft_play.plan.ranks import DTYPE_NAMES, RESERVE, config_precision
 from sft_play.plan.recipe import format_count, model_summary
 from sft_play.plan.run_plan import PlannedRun, RunPlan
@@ -170,20 +170,6 @@ def plan_lines(
     words = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     words += map(shlex.quote, command.argv)
     return [*shown, "", *_command("start", make_words), *_command("which runs", words)]
-
-
-def closed_form(plan: RunPlan) -> StepBytes:
-    """Return the closed form's bytes for a step that was traced."""
-    return step_bytes(replace(plan.step, traced=None), plan.layout)
-
-
-def closed_form_line(plan: RunPlan) -> str:
-    """Return by how much the closed form differs from a trace in each phase."""
-    traced = plan.memory.totals()
-    differences = []
-    for name, size in closed_form(plan).totals().items():
-        differences.append(f"{name} {100 * (size / traced[name] - 1):+.2f} %")
-    return f"exact: the closed form differs by {', '.join(differences)}"
 
 
 def _labelled(*facts: tuple[str, str | None]) -> list[str]:
