@@ -147,8 +147,8 @@ def test_a_cut_model_has_the_bytes_of_the_whole_one(model_type, changes, tmp_pat
         (0, 7), ((TracedSize(1, 6144), 1.02), (TracedSize(3, 3072), 1.05))
     ):
         whole = traced_point(setup_of(folder), layers, size)
-        assert 0.98 <= traced.kept(*size, layers / 7) / whole.kept <= above
-        assert 0.98 <= traced.backward_peak(*size, layers / 7) / whole.backward <= above
+        assert 0.98 <= traced.at(*size, layers / 7).kept / whole.kept <= above
+        assert 0.98 <= traced.at(*size, layers / 7).backward / whole.backward <= above
 
 
 # In a plan

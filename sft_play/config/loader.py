@@ -244,7 +244,7 @@ def _validate(merged: Layer, problems: list[str]) -> Config:
         path
         for path, located in merged.items()
         if (isinstance(located.value, bool) and not is_switch(path))
-        or (is_name(path) and has_no_name(located.value))
+        or (has_no_name(located.value) and is_name(path))
     }
     try:
         values = {path: located.value for path, located in merged.items()}

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -83,7 +84,7 @@ def has_no_name(value: Any) -> bool:
 
 def not_utf8(text: str) -> bool:
     """Return whether a text has bytes that are not UTF-8, as a file's name may have."""
-    return any("\ud800" <= character <= "\udfff" for character in text)
+    return re.search(r"[\ud800-\udfff]", text) is not None
 
 
 # What others call a value of a setting

@@ -94,22 +94,21 @@ def _traced_working(step: StepSpec, traced: TracedStep, layout: Layout) -> Worki
     """
     rows = layout.sequences
     tokens = layout.row_tokens
-    share = layout.checkpointed_layers / step.model.layers
     loss = _Moments(int(traced.logits.at(rows, tokens)), int(traced.logits_kept.at(rows, tokens)))
-    beside_loss = int(traced.backward_peak(rows, tokens, share)) - loss.backward
+    found = traced.at(rows, tokens, layout.checkpointed_layers / step.model.layers)
+    beside_loss = found.backward - loss.backward
     if step.has_fused_loss:
         loss = _loss_bytes(step, layout.tokens)
     inputs = max(0, step.offloaded(layout.checkpointed_layers) - OFFLOADS_IN_FLIGHT)
     on_host = inputs * layout.tokens * step.compute_bytes * step.model.hidden
     untraced = _kept_attention_bytes(step, layout) - on_host
-    kept = int(traced.kept(rows, tokens, share)) + untraced
-    in_layers = int(traced.layers_peak(rows, tokens, share)) + untraced
+    kept, in_layers = found.kept + untraced, found.layers + untraced
     return Working(
         forward=max(kept, in_layers - loss.forward),
         forward_logits=loss.forward,
         backward=beside_loss + untraced,
         backward_logits=loss.backward,
-        last_layer=int(traced.backward_end(rows, tokens)),
+        last_layer=found.last_layer,
     )
 
 

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from sft_play.config.sections.base import MOST_ROWS
@@ -38,7 +39,7 @@ class BatchRequest:
     host_tokens: float = 0.0  # tokens that a GPU computes while its host launches one micro-batch
     step_tokens: float | None = None  # of a usual packed step, if micro-batches may grow by it
 
-    @property
+    @cached_property
     def rows_per_step(self) -> int:
         """Rows of an optimizer step that batch, accumulation and world size can make.
 
@@ -154,9 +155,13 @@ def _fewest_layers(
     request: BatchRequest, batch_size: int, peak_bytes: PeakBytes, budget_bytes: int
 ) -> Layout | None:
     """Return the layout with the fewest checkpointed layers that fits."""
-    layouts = [request.layout(batch_size, count) for count in _layer_counts(request)]
-    first = bisect_left(layouts, True, key=lambda layout: peak_bytes(layout) <= budget_bytes)
-    return layouts[first] if first < len(layouts) else None
+    counts = _layer_counts(request)
+
+    def fits(count: int) -> bool:
+        return peak_bytes(request.layout(batch_size, count)) <= budget_bytes
+
+    first = bisect_left(counts, True, key=fits)
+    return request.layout(batch_size, counts[first]) if first < len(counts) else None
 
 
 def _layer_counts(request: BatchRequest) -> list[int]:

@@ -8,6 +8,7 @@ fitted to an 8B Llama there (PEFT, 8192 tokens per micro-batch, no checkpointing
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -76,9 +77,10 @@ class StepBytes:
 
     phases: Mapping[str, PhaseBytes]
 
-    @property
+    @cached_property
     def peak_phase(self) -> str:
-        return max(self.phases, key=lambda name: self.phases[name].total)
+        totals = self.totals()
+        return max(totals, key=totals.__getitem__)
 
     @property
     def peak(self) -> PhaseBytes:
@@ -259,7 +261,7 @@ def _evaluation(step: StepSpec, layout: Layout, held: PhaseBytes) -> PhaseBytes:
         cache = rows * layout.max_seq_len * 2 * model.counts.kv_features * step.compute_bytes
     in_layers = layer_working_bytes(step, tokens)
     if step.traced is not None:  # if no layer saves anything
-        in_layers = int(step.traced.layers_peak(rows, row_tokens, share=1))
+        in_layers = step.traced.at(rows, row_tokens, share=1).layers
     computing = replace(
         held,
         gradients=0,

@@ -46,7 +46,7 @@ class Layout:
     most_samples: int | None = None  # of a step, if rows give several; None: one per row
     tree_tokens: int | None = None  # maximum of a tree; None: samples share no beginnings
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """Number of micro-batches that are computed in parallel."""
         return self.world_size // self.context_parallel
@@ -60,7 +60,7 @@ class Layout:
     def is_packed(self) -> bool:
         return self.fullest_step is not None
 
-    @property
+    @cached_property
     def micro_batches(self) -> int:
         """Micro-batches per rank and step: if packed, the fewest that fit the fullest step."""
         if self.fullest_step is not None and self.tree_tokens is not None:
@@ -70,24 +70,24 @@ class Layout:
             return self.grad_accum
         return -(-sequences // (self.batch_size * self.replicas))
 
-    @property
+    @cached_property
     def sequences(self) -> int:
         """Maximum sequences per micro-batch: if packed, as few as that many micro-batches allow."""
         if self.fullest_step is None:
             return self.batch_size
         return -(-self.fullest_step // (self.micro_batches * self.replicas))
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """Maximum tokens of a sequence: trees may have more than one sample may."""
         return self.tree_tokens or self.max_seq_len
 
-    @property
+    @cached_property
     def row_tokens(self) -> int:
         """Maximum tokens of a row on one rank."""
         return -(-self.capacity // self.context_parallel)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Maximum tokens of a micro-batch on one rank."""
         return self.sequences * self.row_tokens
@@ -288,12 +288,12 @@ class StepSpec:
             return self
         return replace(self, adapters=replace(self.adapters, experts="none"))
 
-    @property
+    @cached_property
     def is_full(self) -> bool:
         """Whether every weight is trained."""
         return self.mode == "full"
 
-    @property
+    @cached_property
     def casts_weights(self) -> bool:
         """Whether autocast computes with, and caches, 16-bit copies of float32 weights."""
         is_autocast = self.is_half and not self.zero_stage and not self.is_fsdp
@@ -304,7 +304,7 @@ class StepSpec:
         """Whether base weights are in 4 bits or in float8; they are read in full."""
         return self.mode == "qlora" or self.is_float8
 
-    @property
+    @cached_property
     def divides_training(self) -> bool:
         """Whether FSDP shards gradients and optimizer, too; adapters are complete on every rank."""
         return self.is_fsdp and self.is_full
@@ -314,7 +314,7 @@ class StepSpec:
         """Whether FSDP stores gradients and optimizer in host memory, too."""
         return self.divides_training and self.offload_weights
 
-    @property
+    @cached_property
     def is_half(self) -> bool:
         """Whether matrix multiplications are in 16 bits."""
         return self.compute_bytes == 2
@@ -341,7 +341,7 @@ class StepSpec:
         """Whether experts stacked in one parameter have adapters."""
         return not self.is_full and any(kind.is_stacked for kind in self.adapted_matrices)
 
-    @property
+    @cached_property
     def has_fused_loss(self) -> bool:
         """Whether head and loss are computed in chunks, so that all logits never exist."""
         return self.is_fast if self.fuses_loss is None else self.fuses_loss

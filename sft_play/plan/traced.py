@@ -80,6 +80,15 @@ class LayersGrowth:
         )
 
 
+class TracedBytes(NamedTuple):
+    """Bytes of a micro-batch."""
+
+    kept: int  # activations, when the output head begins
+    layers: int  # the peak of the forward pass before the head
+    backward: int  # the peak of the backward pass
+    last_layer: int  # of the backward pass in its last layer, which is recomputed
+
+
 @dataclass(frozen=True)
 class TracedStep:
     """A traced model: how the bytes of its step grow beyond those between steps."""
@@ -101,38 +110,25 @@ class TracedStep:
         has_mlp = "mlp" in self.on or "experts" in self.on
         return has_mlp and {"attention", "norms", "loss"} <= set(self.on)
 
-    def kept(self, rows: int, tokens: int, share: float) -> float:
-        """Return the activations with a `share` of the layers checkpointed."""
-        plain = self.plain.kept.at(rows, tokens)
-        checkpointed = self.checkpointed.kept.at(rows, tokens)
-        return plain + share * (checkpointed - plain)
+    def at(self, rows: int, tokens: int, share: float) -> TracedBytes:
+        """Return the bytes of a micro-batch with a `share` of the layers checkpointed.
 
-    def layers_peak(self, rows: int, tokens: int, share: float) -> float:
-        """Return the peak of the forward pass before the head.
-
-        A layer that is not checkpointed works while all saved activations are allocated.
+        A layer that is not checkpointed works while all saved activations are allocated. The
+        backward pass peaks at its start, with all of these; later, in a recomputed layer with no
+        more than if all layers are recomputed; or at its end.
         """
-        if share == 1:
-            return self.checkpointed.layers.at(rows, tokens)
-        plain = self.plain
-        working = plain.layers.at(rows, tokens) - plain.kept.at(rows, tokens)
-        return self.kept(rows, tokens, share) + working
-
-    def backward_peak(self, rows: int, tokens: int, share: float) -> float:
-        """Return the peak of the backward pass.
-
-        It is at the start, with all saved activations; later, in a recomputed layer with no more
-        than if all layers are recomputed; or at the end.
-        """
-        moments = [self.end.at(rows, tokens)]
+        plain, checkpointed = self.plain, self.checkpointed
+        all_kept = plain.kept.at(rows, tokens)
+        recomputing = checkpointed.kept.at(rows, tokens)
+        kept = all_kept + share * (recomputing - all_kept)
+        layers = checkpointed.layers.at(rows, tokens)
+        recomputed = checkpointed.backward.at(rows, tokens)
+        backward = [self.end.at(rows, tokens)]
         if share > 0:
-            moments.append(self.checkpointed.backward.at(rows, tokens))
+            backward.append(recomputed)
         if share < 1:
-            working = self.plain.backward.at(rows, tokens) - self.plain.kept.at(rows, tokens)
-            moments.append(self.kept(rows, tokens, share) + working)
-        return max(moments)
-
-    def backward_end(self, rows: int, tokens: int) -> float:
-        """Return the bytes of the backward pass in its last layer, which is recomputed."""
-        checkpointed = self.checkpointed
-        return checkpointed.backward.at(rows, tokens) - checkpointed.kept.at(rows, tokens)
+            layers = kept + (plain.layers.at(rows, tokens) - all_kept)
+            backward.append(kept + (plain.backward.at(rows, tokens) - all_kept))
+        return TracedBytes(
+            int(kept), int(layers), int(max(backward)), int(recomputed - recomputing)
+        )
