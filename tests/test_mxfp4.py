@@ -33,3 +33,9 @@ def test_a_weight_of_other_numbers_is_not_packed() -> None:
     weight[2, 5, 7] *= 1.125
     assert mxfp4.pack_mxfp4(weight, is_turned=True) is None
     assert mxfp4.pack_mxfp4(weight[:, :40], is_turned=True) is None
+
+
+def test_numbers_and_exponents_move_together_as_in_bitsandbytes() -> None:
+    packed = mxfp4.pack_mxfp4(numbers_of_mxfp4(3, 64, 48, is_turned=True), is_turned=True)
+    packed.quant_state.to(torch.device("meta"))
+    assert packed.quant_state.absmax.is_meta

@@ -10,7 +10,7 @@ makes the largest number 4 or 6. It may differ from the one in the file.
 Legend: E experts.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,9 +38,9 @@ class Mxfp4State:
     nested = False
     code = offset = state2 = None
 
-    def to(self, device: torch.device) -> "Mxfp4State":
-        """Return the state on a device."""
-        return replace(self, absmax=self.absmax.to(device))
+    def to(self, device: torch.device) -> None:
+        """Move the state to a device, in place as bitsandbytes does."""
+        self.absmax = self.absmax.to(device)
 
 
 def is_transposed(state: Any) -> bool:

@@ -77,7 +77,7 @@ def resolve_plan(
         plans = []
         for engine in asked.engines(loaded.config, ranks, is_float16, compares):
             plans.append(_resolve(loaded, invocation, hardware, environ, ranks, engine))
-            if plans[-1].plan.fits and not compares:
+            if plans[-1].plan.fits and (not compares or plans[-1].plan.is_unbeaten):
                 return plans[-1]
         return max(plans, key=_fits_and_speed) if compares else plans[0]
 

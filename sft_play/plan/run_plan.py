@@ -13,7 +13,13 @@ from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards
 from sft_play.plan.advice import Advised
-from sft_play.plan.batch import BatchRequest, LongestRows, longest_rows, merged_layout
+from sft_play.plan.batch import (
+    SATURATED_TOKENS,
+    BatchRequest,
+    LongestRows,
+    longest_rows,
+    merged_layout,
+)
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import StepBytes, evaluation_rows, peak_bytes, step_bytes
 from sft_play.plan.probe_fit import ProbeReport
@@ -75,6 +81,12 @@ class RunPlan:
     @property
     def fits(self) -> bool:
         return self.shortage is None
+
+    @property
+    def is_unbeaten(self) -> bool:
+        """Whether no engine is faster if it fits: its ranks gather nothing and lack no memory."""
+        has_room = not self.layout.checkpointed_layers and self.layout.tokens >= SATURATED_TOKENS
+        return has_room and self.ranks.strategy == "ddp"
 
     @property
     def is_batch_explicit(self) -> bool:
