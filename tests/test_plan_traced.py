@@ -21,7 +21,7 @@ from sft_play.models.step_meter import StepSetup
 from sft_play.plan import counting, report
 from sft_play.plan.cards import parse_hardware
 from sft_play.plan.config_json import KNOWN, known_model
-from sft_play.plan.resolve import resolve_plan
+from sft_play.plan.resolve import fastest, resolve_plan
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.structure import structure_from_json
 from sft_play.plan.traced import SIZES, ActivationGrowth, LayersGrowth, TracedSize, TracedStep
@@ -185,6 +185,14 @@ def test_a_model_unlike_llama_is_traced_once_for_its_settings(answers, tmp_path)
     assert runs[1].plan.memory.phases["backward"].activations > 2 * 64 * 10**6
     plan_of(folder, "tuning.mode=qlora")
     assert [request["settings"]["tuning"]["mode"] for request in answers] == ["lora", "qlora"]
+
+
+def test_engines_that_gain_nothing_over_ddp_are_not_traced(answers):
+    hardware, call = parse_hardware("8xH200"), invocation.read_invocation({})
+    loaded = load_merged(EMPTY, {}, ["model.name=openai/gpt-oss-20b"])
+    planned = fastest(loaded, call, hardware, {})
+    assert (planned.plan.ranks.strategy, planned.plan.layout.checkpointed_layers) == ("ddp", 0)
+    assert answers == [], "the trace of one GPU ships; those under ZeRO do not"
 
 
 def test_a_speed_that_nobody_measured_is_said_to_be_a_count(answers, tmp_path):
