@@ -248,12 +248,14 @@ def test_rows_of_parquet_are_drawn_as_those_of_lines(tmp_path, monkeypatch):
     assert looks[0] == looks[1] and len(looks[0].lengths) == 3
 
 
-def test_a_model_without_a_tokenizer_here_is_looked_at_by_characters(tmp_path):
+def test_a_model_without_a_tokenizer_here_is_looked_at_by_characters_once(tmp_path, monkeypatch):
     train = written(tmp_path / "train.jsonl", [{"question": "a" * 300, "answer": "b" * 100}])
     config = load_merged(EMPTY, {"DATA_TRAIN_PATH": train, "MODEL_NAME": "some/model"}).config
     found = look_at_rows(config, {"HF_HOME": str(tmp_path)}, may_fetch=False)
     assert found.lengths == (100,)
     assert "the tokenizer of some/model is not on this machine" in found.uncounted_because
+    monkeypatch.setattr(row_facts, "read_chunks", None)
+    assert row_facts.count_rows_or_reason(config.changed({"model.max_seq_len": 50})).tokens == 50
 
 
 def test_rows_that_cannot_be_read_are_a_reason(tmp_path):

@@ -50,6 +50,8 @@ SAMPLED_BYTES = 4 << 20  # size on disk; fewer long rows are drawn
 FEWEST_ROWS = 50
 DIGESTED_BYTES = 256 << 20  # of a source: a sixth of a second
 MODEL_FILES = ".json .jinja .model .txt .tiktoken .py".split()  # all but the weights
+# by the path of their record, which they do not get: a tokenizer may count their tokens later
+_uncounted: dict[Path, RowFacts] = {}
 TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 
@@ -78,6 +80,8 @@ def look_at_rows(
     if path.is_file():
         facts = read_json(path)
         return RowFacts(**{**facts, "lengths": tuple(facts["lengths"])})
+    if path in _uncounted and not may_fetch:
+        return _uncounted[path]
     try:
         begun = _read_beginnings(config, may_fetch)
     except DataError as error:  # the run itself reports every bad row and stops
@@ -93,7 +97,7 @@ def look_at_rows(
     if reason is None:
         lengths, tally, names_files = _tokenize(drawn, config)
     else:
-        lengths, tally, names_files = _count_characters(drawn, config), Tally(), True
+        lengths, tally, names_files = _count_characters(drawn, config), Tally(), False
     if not lengths:
         return "none of the first rows can be used"
     held_out = 0.0
@@ -110,7 +114,9 @@ def look_at_rows(
         samples_per_row=(tally.samples or 1) / (tally.rows_used or 1),
         distinct=(tally.distinct_tokens or 1) / (tally.tokens or 1),
     )
-    if not names_files:  # images may change
+    if reason is not None:
+        _uncounted[path] = facts
+    elif not names_files:  # images may change
         # the tokenizer, the rows, and so the name of the record may have been fetched meanwhile
         write_json(_record_path(config), asdict(facts))
     return facts

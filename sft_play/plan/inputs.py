@@ -3,7 +3,7 @@
 `rank_step` may trace the model in another process. Everything else is arithmetic.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -195,33 +195,55 @@ def request_of(inputs: PlanInputs, step: StepSpec) -> BatchRequest:
 def plan_step(inputs: PlanInputs, step: StepSpec) -> Draft:
     """Return the first draft that fits, else the first one; all auto settings are decided.
 
-    A model on several GPUs is placed. As few ranks share a row as possible. Long rows save the
-    outputs of attention. If it does not fit otherwise, activations are offloaded, then weights.
-
     Raises: ConfigError for numbers that contradict each other.
     """
-    step = _placed(inputs, step)
+    return _first_that_fits(_drafts(inputs, _placed(inputs, step)))
+
+
+def _first_that_fits(drafts: Iterator[Draft]) -> Draft:
+    """Return the first draft that fits, else the first one. Later ones are not computed."""
+    first = draft = next(drafts)
+    while not draft.fits:
+        draft = next(drafts, None)
+        if draft is None:
+            return first
+    return draft
+
+
+def _drafts(inputs: PlanInputs, step: StepSpec) -> Iterator[Draft]:
+    """Yield the ways to compute a step, in the order in which they are tried.
+
+    As few ranks share a row as possible. For each number of them, activations stay on the GPU, then
+    are offloaded; weights are offloaded last.
+
+    Raises: ConfigError if a step has fewer rows than ranks, however many share a row.
+    """
     asked = inputs.config.train.context_parallel
     counts = SHARING_RANKS if asked == "auto" else (asked,)
     if asked == "auto" and inputs.config.model.max_seq_len < LONG_ROW:
         counts = (1,)  # shorter rows have other ways to fit
     first: Draft | None = None
-    refused: ConfigError | None = None  # fewer rows per step than ranks
+    refused: ConfigError | None = None
     for count in counts:
         if count > 1 and why_not_shared(inputs, step, count) is not None:
             continue
         try:
-            draft = _with_offloading(inputs, replace(step, context_parallel=count))
+            for draft in _drafts_by_offloading(inputs, replace(step, context_parallel=count)):
+                first = first or draft
+                yield draft
         except ConfigError as error:
             refused = refused or error
-            continue
-        if draft.fits:
-            return draft
-        first = first or draft
     if first is None:
         assert refused is not None, "one rank can always have a row"
         raise refused
-    return _with_weights_on_host(first)
+    if inputs.may_offload_weights:
+        machine = inputs.machine
+        layer = memory.layer_bytes(first.step, first.step.weight_bytes)
+        room = machine.host_budget_bytes * machine.ranks.per_node // layer
+        with_layers = partial(with_layers_on_host, first)
+        offloaded = fastest_offloaded(with_layers, min(step.model.layers, room))
+        if offloaded is not None:
+            yield offloaded
 
 
 def why_not_shared(inputs: PlanInputs, step: StepSpec, count: int) -> str | None:
@@ -248,11 +270,11 @@ def why_not_shared(inputs: PlanInputs, step: StepSpec, count: int) -> str | None
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _with_offloading(inputs: PlanInputs, step: StepSpec) -> Draft:
-    """Return the draft with train.activation_offloading decided if it is auto.
+def _drafts_by_offloading(inputs: PlanInputs, step: StepSpec) -> Iterator[Draft]:
+    """Yield the drafts that train.activation_offloading allows.
 
-    It is on if no layout fits without it and one fits with it, for as many layers as the host has
-    memory for. Long rows save the outputs of attention if that fits without offloading.
+    Long rows save the outputs of attention if that fits. Activations are offloaded for as many
+    layers as the host has memory for.
     """
     asked = inputs.config.train.activation_offloading
     row_tokens = inputs.config.model.max_seq_len // step.context_parallel
@@ -260,10 +282,10 @@ def _with_offloading(inputs: PlanInputs, step: StepSpec) -> Draft:
     if is_long and asked is not True:
         kept = draft_of(inputs, replace(step, keeps_attention=True))
         if kept.fits:
-            return kept
-    draft = draft_of(inputs, step)
-    if asked != "auto" or draft.fits or not inputs.can_offload_activations:
-        return draft
+            yield kept
+    yield draft_of(inputs, step)
+    if asked != "auto" or not inputs.can_offload_activations:
+        return
     step = replace(step, offload_activations=True)
     offloaded = draft_of(inputs, step)
     host_bytes = activations.offloaded_bytes(step, offloaded.layout)
@@ -271,18 +293,7 @@ def _with_offloading(inputs: PlanInputs, step: StepSpec) -> Draft:
         layers = offloaded.layout.checkpointed_layers
         room = inputs.machine.host_budget_bytes * layers // host_bytes
         offloaded = draft_of(inputs, replace(step, host_layers=room))
-    return offloaded if offloaded.fits else draft
-
-
-def _with_weights_on_host(draft: Draft) -> Draft:
-    """Return a draft that does not fit with layers offloaded, if it fits so and may do so."""
-    if not draft.inputs.may_offload_weights:
-        return draft
-    machine, step = draft.inputs.machine, draft.step
-    layer = memory.layer_bytes(step, step.weight_bytes)
-    room = machine.host_budget_bytes * machine.ranks.per_node // layer
-    with_layers = partial(with_layers_on_host, draft)
-    return fastest_offloaded(with_layers, min(step.model.layers, room)) or draft
+    yield offloaded
 
 
 def with_layers_on_host(draft: Draft, count: int) -> Draft:
@@ -291,7 +302,8 @@ def with_layers_on_host(draft: Draft, count: int) -> Draft:
     step = replace(draft.step, offloaded_weight_layers=count)
     share = memory.offloaded_weight_bytes(step) // machine.ranks.per_node
     left = replace(machine, host_budget_bytes=max(0, machine.host_budget_bytes - share))
-    offloaded = _with_offloading(replace(draft.inputs, machine=left), step)
+    tried = _drafts_by_offloading(replace(draft.inputs, machine=left), step)
+    offloaded = _first_that_fits(tried)
     return replace(offloaded, inputs=draft.inputs)
 
 
