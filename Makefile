@@ -175,7 +175,7 @@ test-gpu: $(ENV) ## run the tests that need a GPU
 lint: $(ENV) ## check rules, format and plain English
 	@$(CHECK)
 	@"$$PY" -m ruff check . && "$$PY" -m ruff format --check .
-	@"$$PY" -m tools.plain_english 'sft_play/*.py' 'notebook_converter/*.py' \
+	@"$$PY" -m tools.plain_english 'sft_play/*.py' 'sft_kernels/*.py' 'notebook_converter/*.py' \
 	  ':(glob)docs/*.md' README.md CONTRIBUTING.md
 docs: $(ENV) ## write the generated pages of docs/, and build the site in outputs/site
 	@$(CHECK)

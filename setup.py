@@ -49,7 +49,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         setup(
             packages=[
-                *find_packages(include=["sft_play*", "notebook_converter"]),
+                *find_packages(include=["sft_play*", "sft_kernels*", "notebook_converter"]),
                 PROJECT,
                 *project,
             ],

@@ -32,9 +32,9 @@ from transformers.utils import logging
 from benchmarks.inputs import make_model
 from benchmarks.report import grid
 from benchmarks.workloads import TOY, BaseModel
+from sft_kernels import mxfp4
 from sft_play.config.schema import Config
 from sft_play.data.batch import LossTokens
-from sft_play.models import mxfp4
 from sft_play.models.fast.experts import products as expert_products
 from sft_play.models.fast.linears import adapter_gradients, glu, lora, mlp
 from sft_play.models.fast.linears import products as linear_products

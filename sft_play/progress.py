@@ -182,6 +182,9 @@ def _escape(found: re.Match[str]) -> str:
     return ascii(found.group())[1:-1].replace("\\udc", "\\x")
 
 
+OWN_LOGGERS = ("sft_play", "sft_kernels")  # the beginnings of their names
+
+
 class VisibleFormatter(logging.Formatter):
     """Formats lines without control characters, which names may have, and without secrets."""
 

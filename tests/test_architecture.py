@@ -12,9 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sft_play"
 CONVERTER = ROOT / "notebook_converter"
+KERNELS = ROOT / "sft_kernels"
 
 # Each package or module, lowest first, and what it may import besides itself
 ALLOWED_IMPORTS = """notebook_converter:
+sft_kernels:
 errors:
 masking:
 process:
@@ -26,16 +28,18 @@ progress: masking timeline
 http_client: progress
 config: errors masking reading
 runs: errors timeline process_id config
-plan: errors stops config runs
-data: errors reading stops progress http_client config runs plan
+plan: errors stops config runs sft_kernels
+data: errors reading stops progress http_client config runs plan sft_kernels
 reporting: errors timeline progress config runs plan data
-models: errors timeline process progress config runs plan data
+models: errors timeline process progress config runs plan data sft_kernels
 evaluation: stops errors timeline process progress config runs plan data reporting models
+  sft_kernels
 training: errors timeline masking stops process process_id progress config runs plan data
-  reporting models evaluation
+  reporting models evaluation sft_kernels
 distributed: errors process config runs plan training
 compat: errors config distributed
 inference: errors masking stops process progress config runs plan data reporting models evaluation
+  sft_kernels
 monitor: errors process_id progress http_client config runs plan reporting
 commands: errors timeline masking reading http_client stops progress config runs plan data reporting
   models inference monitor notebook_converter
@@ -101,7 +105,9 @@ LIGHT_ROOMS = (
 )
 FUNCTION_LINES, FILE_LINES, SCRIPT_LINES, UNDOCUMENTED_LINES = 60, 400, 30, 8
 
-MODULES = sorted([*PACKAGE.rglob("*.py"), *CONVERTER.rglob("*.py")])
+MODULES = sorted(
+    path for package in (PACKAGE, CONVERTER, KERNELS) for path in package.rglob("*.py")
+)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -170,7 +176,7 @@ def rooms_imported(path: Path) -> set[str]:
     """Return the other rooms that a module imports from."""
     names = {name for node in nodes_of(path) for name in imported(node)}
     rooms = {name.split(".")[1] for name in names if name.startswith("sft_play.")}
-    rooms |= {name.split(".")[0] for name in names} & {CONVERTER.name}
+    rooms |= {name.split(".")[0] for name in names} & {CONVERTER.name, KERNELS.name}
     return rooms - {room_of(path), "__version__"}
 
 

@@ -48,9 +48,10 @@ TOKENS = {
     "plan": 49_180,
     "reporting": 10_980,
     "runs": 16_530,
+    "sft_kernels": 62_000,
     "training": 47_700,
 }
-FILES = 330
+FILES = 340
 FUNCTIONS = 3_970
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 610
@@ -88,7 +89,7 @@ def token_count(text: str, tree: ast.Module) -> int:
 
 
 def sources() -> dict[Path, str]:
-    packages = (PACKAGE, PACKAGE.parent / "notebook_converter")
+    packages = [PACKAGE, *(PACKAGE.parent / name for name in ("sft_kernels", "notebook_converter"))]
     paths = [path for package in packages for path in package.rglob("*.py")]
     return {path: path.read_text(encoding="utf-8") for path in paths}
 

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from sft_kernels.trees import Branch, lay_out
 from sft_play.data.render import IGNORE_INDEX, RenderedSample
 from sft_play.data.row_hashes import RowHashes
 from sft_play.data.store import Split, Store, StoredSample, StoreWriter, to_arrays
-from sft_play.data.trees import Branch, find_units, lay_out
+from sft_play.data.trees import find_units
 
 SEEDS = range(8)
 HASHES = RowHashes(1, 2, 3)

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import flex_attention as torch_flex
 
-from sft_play.data.documents import Documents, TreeRows
-from sft_play.data.trees import Branch, lay_out
+from sft_kernels.documents import Documents, TreeRows
+from sft_kernels.trees import Branch, lay_out
 from sft_play.models.fast.attention import flex as attention_flex
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.flex import attend_flex

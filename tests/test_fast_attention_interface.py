@@ -10,7 +10,7 @@ from tiny_models import TINY, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sft_play.data.documents import DOCUMENTS, Documents
+from sft_kernels.documents import DOCUMENTS, Documents
 from sft_play.models.fast.attention import forward as attention_interface
 from sft_play.models.fast.attention.forward import keep_soft_caps, remove_mask, use_interface
 from sft_play.models.fast.documents import UNMASKED, watch_documents

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from sft_play.models import mxfp4
+from sft_kernels import mxfp4
 from sft_play.models.experts import find_experts, inner_name, is_experts, unwrap
 from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts.function import ClampedGlu, FusedGlu, OwnGate

@@ -15,7 +15,7 @@ from interpreted_kernels import interpreted
 from test_four_bit import interpreted_unpacking
 from test_mxfp4 import numbers_of_mxfp4
 
-from sft_play.models import mxfp4
+from sft_kernels import mxfp4
 from sft_play.models.fast.experts import grouped_kernels, products
 from sft_play.models.fast.experts.products import Routing, Term, sort_by_expert
 from sft_play.models.fast.linears import four_bit

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from sft_play.data.documents import Documents
+from sft_kernels.documents import Documents
 from sft_play.models import fast
 from sft_play.models.fast.attention import kernels as attention_kernels
 from sft_play.models.fast.attention.flex import BLOCK, make_block_mask

@@ -13,11 +13,11 @@ from tiny_models import TINY, tiny_model
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sft_kernels.documents import Documents
+from sft_kernels.trees import Branch
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, TokenSequence
-from sft_play.data.documents import Documents
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.trees import Branch
 from sft_play.models.fast import documents as by_document
 from sft_play.models.fast.capture import LENGTHS
 from sft_play.models.fast.documents import UNMASKED

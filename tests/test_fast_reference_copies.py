@@ -11,8 +11,8 @@ from tiny_models import WHOLE_BLOCKS, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from sft_kernels import mxfp4
 from sft_play.config.schema import Config
-from sft_play.models import mxfp4
 from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import expert_weights, find_experts, unwrap
 from sft_play.models.fast import trial

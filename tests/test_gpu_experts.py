@@ -16,7 +16,7 @@ from test_mxfp4 import numbers_of_mxfp4
 from tiny_models import GPU_SIZES
 from torch import Tensor
 
-from sft_play.models import mxfp4
+from sft_kernels import mxfp4
 from sft_play.models.fast.experts import function as experts_gates
 from sft_play.models.fast.experts.products import (
     ExpertLinear,

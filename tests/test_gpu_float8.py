@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from sft_kernels.needs import FLOAT8_CAPABILITY
 from sft_play.config.schema import Config
 from sft_play.models.float8 import quantize as products
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.float8.quantize import quantize, quantize_reference, quantize_weight
 from sft_play.models.float8.rows import FLOAT8, Quantized
 from sft_play.models.load import load_model
-from sft_play.plan.needs import FLOAT8_CAPABILITY
 from sft_play.process import Process
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="there is no Triton for this system")
 
 from kernel_compiler import compiling_for
 
+from sft_kernels.mxfp4 import Mxfp4State
 from sft_play.models.fast.experts import grouped_kernels
 from sft_play.models.fast.experts import kernels as experts
 from sft_play.models.fast.linears import adapter_gradients
@@ -21,7 +22,6 @@ from sft_play.models.fast.linears import four_bit as packed_weights
 from sft_play.models.fast.linears import glu as gated
 from sft_play.models.fast.loss import linear_cross_entropy as loss
 from sft_play.models.float8 import rows as float8_kernels
-from sft_play.models.mxfp4 import Mxfp4State
 
 ROWS, FEATURES, CHOICES = 8, 64, 2
 CAPABILITIES = [

@@ -12,15 +12,15 @@ from published_models import published_model
 from tiny_models import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sft_play.models import linear_attention
-from sft_play.models.architecture import encoders_of
-from sft_play.models.linear_attention import (
+from sft_kernels import linear_attention
+from sft_kernels.linear_attention import (
     bind_by_device,
     torch_code,
     uses_fla,
     why_no_fla,
 )
-from sft_play.models.triton_kernels import tracing_gpu
+from sft_kernels.triton_kernels import tracing_gpu
+from sft_play.models.architecture import encoders_of
 
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, major: int, triton: str) -> None:

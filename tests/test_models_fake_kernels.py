@@ -10,7 +10,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from traced_steps import storage_bytes
 
-from sft_play.models import trace, triton_kernels
+from sft_kernels import triton_kernels
+from sft_play.models import trace
 from sft_play.models.fast.attention.reference import AllocatedFlashAttention
 from sft_play.models.fast.linears import glu
 from sft_play.models.fast.norms import residual

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from sft_kernels.trees import Branch
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.trees import Branch
 from sft_play.models.unsloth import PackedBatchHooks
 
 

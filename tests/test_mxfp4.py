@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from sft_play.models import mxfp4
+from sft_kernels import mxfp4
 from sft_play.models.fast.linears.four_bit import unpack_with_kernel
 
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from plan_examples import EIGHT_B
 
+from sft_kernels.needs import why_no_kernels
 from sft_play.plan import warnings
 from sft_play.plan.devices import Gpu, Hardware
 from sft_play.plan.model_shape import ModelShape
-from sft_play.plan.needs import why_no_kernels
 from sft_play.plan.structure import LayerKind, Structure
 from sft_play.plan.warnings import recurrent_warnings
 

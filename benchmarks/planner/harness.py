@@ -18,12 +18,12 @@ import psutil
 import torch
 from transformers import set_seed
 
+from sft_kernels.trees import Branch
 from sft_play.data.batch import Batch
 from sft_play.data.collate import TokenSequence
 from sft_play.data.pipeline import build_run_data
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.data.trees import Branch
 from sft_play.errors import ExitClass, OutOfMemory
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import load_model

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from sft_play.data.documents import DOCUMENTS, Documents
+from sft_kernels.documents import DOCUMENTS, Documents
+from sft_kernels.trees import Branch
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.data.trees import Branch
 
 
 class LossTokens(NamedTuple):

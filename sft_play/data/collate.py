@@ -18,15 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from sft_kernels.documents import Documents, ImageBlock, TreeRows
+from sft_kernels.trees import Branch, lay_out
 from sft_play.data.batch import Batch, labelled
-from sft_play.data.documents import Documents, ImageBlock, TreeRows
 from sft_play.data.images import decode
 from sft_play.data.packing import batch_shape, padded_width
 from sft_play.data.processor import Processor
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.rows import ImageFile, Images
 from sft_play.data.store import Sample, Split
-from sft_play.data.trees import Branch, Units, lay_out
+from sft_play.data.trees import Units
 
 TYPES = ("mm_token_type_ids", "token_type_ids")  # names of the token types in models
 

@@ -254,7 +254,12 @@ def _record_path(config: Config, max_seq_len: int | None = None) -> Path:
     """
     model, environ = config.model, environment()
     facts: list[Any] = [config.data.model_dump(), model.model_dump(exclude={"max_seq_len"})]
-    facts += [max_seq_len, config.train.order_seed, counting_versions(), digest_of_code("data/*.*")]
+    facts += [
+        max_seq_len,
+        config.train.order_seed,
+        counting_versions(),
+        digest_of_code("sft_play/data/*.*"),
+    ]
     for name in SETTINGS.values():
         for section in source_sections(getattr(config.data, name)):
             if not Path(section.path).exists():

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
+from sft_kernels.documents import Documents
 from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
 from sft_play.data.batch import Batch, labelled
 from sft_play.data.collate import ImageInputs, PadCollator, TrainRows, images_by_document
-from sft_play.data.documents import Documents
 from sft_play.data.render import IGNORE_INDEX, TemplateSpace, template_space
 from sft_play.data.rows import SHOWN_IMAGE, ImageFile, Message, PromptIds, Row
 from sft_play.data.special_text import match_any

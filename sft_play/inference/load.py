@@ -36,6 +36,7 @@ from sft_play.plan.launch import allocator_defaults
 from sft_play.plan.ranks import config_precision
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import DTYPES, Process
+from sft_play.progress import OWN_LOGGERS
 from sft_play.runs import seal, stamp
 from sft_play.runs.answer_file import FanOutPlace
 from sft_play.runs.folder import RunFolder
@@ -339,7 +340,7 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def _is_own(record: logging.LogRecord) -> bool:
-    return record.name.startswith("sft_play") or record.levelno >= logging.ERROR
+    return record.name.startswith(OWN_LOGGERS) or record.levelno >= logging.ERROR
 
 
 def sampling_of(generation: GenerationConfig, request: SamplingRequest) -> Sampling | None:

@@ -24,8 +24,8 @@ from transformers import (
 from transformers.integrations import deepspeed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sft_kernels.linear_attention import bind_by_device
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
-from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.stored_weights import replaced
 
 ENCODERS = "encoder_names"  # attribute of a model: found only once

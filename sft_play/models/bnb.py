@@ -30,9 +30,10 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
+from sft_kernels import mxfp4
+from sft_kernels.mxfp4 import Mxfp4State
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.models import mxfp4
 from sft_play.models.architecture import empty_model, empty_twin, encoders_of
 from sft_play.models.base_files import stored_config
 from sft_play.models.experts import (
@@ -41,7 +42,6 @@ from sft_play.models.experts import (
     packed_weight,
     unquantized_linears,
 )
-from sft_play.models.mxfp4 import Mxfp4State
 from sft_play.models.parameters import dtype_name, log_packed
 from sft_play.models.sharding import has_rows_alone, run_within, store_as
 from sft_play.models.stored_weights import replaced

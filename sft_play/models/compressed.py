@@ -33,10 +33,10 @@ from compressed_tensors.quantization.utils import (
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sft_kernels.needs import FLOAT8_CAPABILITY
+from sft_kernels.triton_kernels import on_device_of, program_number, tl, triton
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import decoder_layers
-from sft_play.models.triton_kernels import on_device_of, program_number, tl, triton
-from sft_play.plan.needs import FLOAT8_CAPABILITY
 
 # Layers that route tokens or that control how a recurrence forgets. They are small, and nothing
 # averages out their error.

@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.generation import configuration_utils as generation_file
 
+from sft_kernels.linear_attention import bind_by_device
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
@@ -44,7 +45,6 @@ from sft_play.models.float8.linear import (
     quantizing_to_float8,
 )
 from sft_play.models.images import keep_encoders_in_their_type
-from sft_play.models.linear_attention import bind_by_device
 from sft_play.models.positions import keep_angles_exact, refuse_longer_rows, with_stretched_rope
 from sft_play.models.stored_weights import one_tensor_at_a_time
 from sft_play.plan.base_model import require_base

@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from transformers import PreTrainedModel, masking_utils
 
+from sft_kernels.needs import MIN_CAPABILITY
+from sft_kernels.triton_kernels import tracing_gpu
 from sft_play.config.schema import Config
 from sft_play.errors import first_line
 from sft_play.models.architecture import decoder_layers
@@ -38,8 +40,6 @@ from sft_play.models.fast.setup import Gradients, to_compute_dtype
 from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
 from sft_play.models.stored_weights import replaced
 from sft_play.models.structure import UNBUILDABLE
-from sft_play.models.triton_kernels import tracing_gpu
-from sft_play.plan.fast import MIN_CAPABILITY
 from sft_play.plan.traced import SIZES, ActivationGrowth, LayersGrowth, TracedSize, TracedStep
 from sft_play.process import Process
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sft_kernels.documents import DOCUMENTS
 from sft_play.config.backends import UNSLOTH
 from sft_play.config.schema import Config
-from sft_play.data.documents import DOCUMENTS
 from sft_play.errors import EnvironmentFault
 from sft_play.process import Process
 

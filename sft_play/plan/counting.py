@@ -23,12 +23,12 @@ from typing import IO, Any, Self
 
 from pydantic import TypeAdapter
 
+from sft_kernels.needs import has_liger
 from sft_play.config.backends import backend_of
 from sft_play.config.loader import PACKAGE
 from sft_play.config.schema import Config, ModelSection
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.config_json import find_file, load_facts
-from sft_play.plan.fast import has_liger
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape, shape_of
 from sft_play.plan.ranks import Machine
 from sft_play.plan.structure import structure_from_json
@@ -325,13 +325,14 @@ def counting_versions() -> list[str]:
             found.append(f"{name}=={metadata.version(name)}")
         except metadata.PackageNotFoundError:
             found.append(name)
-    return [*found, digest_of_code("models/**/*.py")]
+    return [*found, digest_of_code("sft_play/models/**/*.py", "sft_kernels/**/*.py")]
 
 
 def digest_of_code(*patterns: str) -> str:
     """Return the SHA-256 of the sources that match patterns."""
     total = hashlib.sha256()
-    for path in sorted(path for pattern in patterns for path in PACKAGE.glob(pattern)):
+    root = PACKAGE.parent
+    for path in sorted(path for pattern in patterns for path in root.glob(pattern)):
         text = path.read_bytes()
-        total.update(f"{path.relative_to(PACKAGE)}:{len(text)}:".encode() + text)
+        total.update(f"{path.relative_to(root)}:{len(text)}:".encode() + text)
     return total.hexdigest()

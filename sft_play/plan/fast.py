@@ -5,28 +5,29 @@ planned in closed form, the rules here predict its result before the model is lo
 tests/test_models_adapters.py compares both. No torch.
 """
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from sft_kernels.needs import (
+    ALL_PARTS,
+    DORA,
+    DROPOUT,
+    LINEARS_OF_MLP,
+    MIN_CAPABILITY,
+    TRAINED_TOKENS,
+    ZERO_3,
+    has_liger,
+)
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import HEADS
 from sft_play.plan.model_shape import FOUR_NORMS, LAYER_NORMS, LLAMA_LIKE
 from sft_play.plan.traced import TracedStep
 
-PARTS = ("attention", "linears", "mlp", "experts", "norms", "loss")  # in the order of the report
 ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 # A trace (plan.counting), if there is one, says what is fused
 UNTRACED = "what its modules compute is found when the model is loaded"
-ALL_PARTS = "fused kernels"  # used if one reason applies to all parts
-MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
-LINEARS_OF_MLP = "linears of the mlp"  # of the part mlp: its elementwise kernel does not need them
-ZERO_3 = "weights partitioned by ZeRO-3"
-DORA = "PEFT computes DoRA"
-DROPOUT = "PEFT computes the dropout of tuning.lora.dropout"
-TRAINED_TOKENS = "the output head has trained tokens"
 
 
 @dataclass(frozen=True)
@@ -189,11 +190,3 @@ def _why_not_loss(setup: FastSetup) -> str | None:
     if tuning.mode != "full" and _targets(setup) & HEADS:
         return "the output head has adapters"
     return None
-
-
-def has_liger() -> bool:
-    """Return whether the package with the kernels for norms and rotary embeddings is installed."""
-    return importlib.util.find_spec("liger_kernel") is not None
-
-
-PROVEN_EXPERTS = 4  # per module, for which a proof runs the original implementation

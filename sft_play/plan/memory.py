@@ -12,6 +12,7 @@ from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
 
+from sft_kernels.needs import PROVEN_EXPERTS
 from sft_play.plan.activations import (
     evaluation_logit_bytes,
     layer_working_bytes,
@@ -19,7 +20,6 @@ from sft_play.plan.activations import (
     working_bytes,
 )
 from sft_play.plan.devices import GIB
-from sft_play.plan.fast import PROVEN_EXPERTS
 from sft_play.plan.placement import parts_by_gpu
 from sft_play.plan.step import Layout, StepSpec
 

@@ -9,8 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from packaging.version import Version
-
+from sft_kernels.needs import FLOAT8_CAPABILITY
 from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.loader import LoadedConfig
@@ -90,9 +89,6 @@ def version_of(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-FLOAT8_CAPABILITY = (8, 9)  # Ada, the first with float8 tensor cores
 
 
 def may_be_float8(config: Config, card: Card | None) -> bool:
@@ -217,27 +213,6 @@ def refuse_misspelt_targets(step: StepSpec) -> None:
                 f"tuning.lora.target_modules: the model has no linear layer {name}; did you mean "
                 f"{near[0]}? It has {', '.join(sorted(known))}"
             )
-
-
-HOPPER = 9  # major compute capability
-# flash-linear-attention refuses these on Hopper: issue 640 of fla-org/flash-linear-attention
-FIRST_WRONG_TRITON = Version("3.4.0")
-FIRST_RIGHT_TRITON = Version("3.7.1")
-MISSING = (
-    "flash-linear-attention is not installed (python -m tools.install add requirements-gpu.txt)"
-)
-
-
-def why_no_kernels(capability: tuple[int, int], triton: str | None) -> str | None:
-    """Return why the installed kernels do not run on a GPU with a version of Triton, None if so."""
-    if capability[0] != HOPPER or triton is None:
-        return None
-    if FIRST_WRONG_TRITON <= Version(triton) < FIRST_RIGHT_TRITON:
-        return (
-            f"Triton {triton} computes gradients of flash-linear-attention wrongly on this GPU "
-            f"(Triton {FIRST_RIGHT_TRITON}, which torch 2.13 brings, does not)"
-        )
-    return None
 
 
 class PackingChoice(NamedTuple):

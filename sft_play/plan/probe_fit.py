@@ -21,7 +21,11 @@ from sft_play.runs.files import read_json, write_json
 logger = logging.getLogger(__name__)
 
 # Source files that affect the allocations of a step
-COMPUTING = ("models/**/*.py", "training/loop.py", "training/batches.py", "training/dry_run.py")
+COMPUTING = (
+    "sft_kernels/**/*.py",
+    "sft_play/models/**/*.py",
+    *(f"sft_play/training/{name}.py" for name in ("loop", "batches", "dry_run")),
+)
 # Share of the allocator's memory: pieces too small for any tensor. The rest of the plan's reserve
 # is measured now.
 FRAGMENTATION = 0.03

@@ -10,7 +10,8 @@ from functools import cache, cached_property
 
 from pydantic import TypeAdapter
 
-FLOAT8_MULTIPLE = 16  # torch._scaled_mm needs matrices whose sizes are multiples of it
+from sft_kernels.needs import FLOAT8_MULTIPLE
+
 # Parameters of experts, and the names of their parts in earlier layouts
 FUSED = (
     ("experts.gate_up_proj", ("gate_proj", "up_proj")),

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from sft_kernels.needs import MISSING, why_no_kernels
 from sft_play.config.invocation import FORCE_SINGLE, Words
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.rules import without_effect_on_strategy
@@ -15,7 +16,7 @@ from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import Draft, with_layers_on_host
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import ModelShape
-from sft_play.plan.needs import MISSING, gpus_here, version_of, why_no_kernels
+from sft_play.plan.needs import gpus_here, version_of
 from sft_play.plan.ranks import Ranks
 from sft_play.plan.step import Layout, StepSpec
 from sft_play.plan.strategy import MAP_NAME, why_not_fsdp

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sft_kernels.trees import Branch
 from sft_play.data.batch import Batch
 from sft_play.data.collate import TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
-from sft_play.data.trees import Branch
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
 from sft_play.models.fast.setup import base_model_of
 from sft_play.models.sharding import is_sharded, reshard

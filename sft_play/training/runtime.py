@@ -20,7 +20,7 @@ from sft_play.models.fast.proof import ProofStore
 from sft_play.plan.ranks import Ranks, config_precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process
-from sft_play.progress import VisibleFormatter
+from sft_play.progress import OWN_LOGGERS, VisibleFormatter
 from sft_play.runs.files import open_in_place
 from sft_play.runs.folder import RunFolder, cache_folder
 from sft_play.training.peers import rank
@@ -156,7 +156,7 @@ def _log_to(folder: RunFolder, rank: int) -> None:
         terminal = logging.StreamHandler(sys.stdout)
         terminal.setFormatter(VisibleFormatter("%(message)s"))
         terminal.addFilter(
-            lambda record: record.name.startswith("sft_play") or record.levelno >= logging.ERROR
+            lambda record: record.name.startswith(OWN_LOGGERS) or record.levelno >= logging.ERROR
         )
         root.addHandler(terminal)
     else:

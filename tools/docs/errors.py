@@ -16,7 +16,7 @@ from sft_play.config.loader import PROJECT_ROOT
 from sft_play.errors import ExitClass, SftPlayError
 from tools.docs.tables import table
 
-PACKAGES = ("notebook_converter", "sft_play")
+PACKAGES = ("notebook_converter", "sft_kernels", "sft_play")
 CLASSES = {kind.__name__: kind.exit_class for kind in SftPlayError.__subclasses__()} | {
     NotebookError.__name__: ExitClass.CONFIG  # the commands raise it as a ConfigError
 }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sft_play.data.documents import Documents
+from sft_kernels.documents import Documents
 from sft_play.models.architecture import decoder_of
 from sft_play.models.experts import find_experts, true_shape
 from sft_play.models.fast.documents import watch_documents

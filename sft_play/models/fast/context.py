@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
+from sft_kernels.documents import Documents
 from sft_play.data.batch import Batch, LossTokens
-from sft_play.data.documents import Documents
 from sft_play.process import Process
 
 CUT = ("input_ids", "position_ids")  # (B, T) each

@@ -16,6 +16,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from sft_kernels.linear_attention import torch_code
+from sft_kernels.needs import ALL_PARTS, LINEARS_OF_MLP, PARTS
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import partitioned
@@ -34,9 +36,7 @@ from sft_play.models.fast.mixers.install import install_mixers
 from sft_play.models.fast.norms.install import install_norms
 from sft_play.models.fast.proof import ProofStore
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of
-from sft_play.models.linear_attention import torch_code
 from sft_play.models.sharding import outermost_layers
-from sft_play.plan.fast import ALL_PARTS, LINEARS_OF_MLP, PARTS
 from sft_play.process import Process
 from sft_play.progress import Stage, watched_stage
 

@@ -25,6 +25,7 @@ from torch.nn.utils.parametrize import ParametrizationList, type_before_parametr
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from sft_kernels.needs import PROVEN_EXPERTS
 from sft_play.models.bnb import unpack_4bit
 from sft_play.models.experts import (
     SharedParamWrapper,
@@ -38,7 +39,6 @@ from sft_play.models.fast.linears import four_bit
 from sft_play.models.fast.recognize import MISMATCH_ERRORS
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.sharding import shallow_copy
-from sft_play.plan.fast import PROVEN_EXPERTS
 from sft_play.process import Process
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.quantizers.base import _assign_is_quantized
 
+from sft_kernels.needs import FLOAT8_CAPABILITY, FLOAT8_MULTIPLE
 from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
 from sft_play.models.experts import expert_weights, unquantized_linears
@@ -35,8 +36,6 @@ from sft_play.models.float8.quantize import (
 )
 from sft_play.models.float8.rows import FLOAT8, Quantized
 from sft_play.models.stored_weights import changing_weights, one_tensor_at_a_time
-from sft_play.plan.needs import FLOAT8_CAPABILITY
-from sft_play.plan.structure import FLOAT8_MULTIPLE
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ Legend: N rows or tokens, F features per row, `in` and `out` features of a weigh
 import torch
 from torch import Tensor
 
-from sft_play.models import triton_kernels
+from sft_kernels import triton_kernels
 from sft_play.models.float8 import rows
 from sft_play.models.float8.rows import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sft_play.models.triton_kernels import load_float32, on_device_of, program_number, tl, triton
+from sft_kernels.triton_kernels import load_float32, on_device_of, program_number, tl, triton
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0  # the largest e4m3 number

@@ -24,7 +24,7 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sft_play.data.documents import Documents
+from sft_kernels.documents import Documents
 from sft_play.models.fast.attention.reference import Scoring
 
 BLOCK = 128  # tokens

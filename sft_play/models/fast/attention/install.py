@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft_kernels.needs import MIN_CAPABILITY, has_liger
 from sft_play.models.fast.attention.forward import (
     attention_forward,
     implementations,
@@ -28,7 +29,6 @@ from sft_play.models.fast.recognize import (
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
 from sft_play.models.fast.trial import own_code
-from sft_play.plan.fast import MIN_CAPABILITY, has_liger
 
 UNREAD = "the mask is for attention alone"  # name in the record of proofs
 

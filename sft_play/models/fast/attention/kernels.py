@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-from sft_play.data.documents import Documents
-from sft_play.models import triton_kernels
+from sft_kernels import triton_kernels
+from sft_kernels.documents import Documents
 from sft_play.models.fast.attention.flex import attend_flex
 from sft_play.models.fast.attention.reference import (
     AllocatedFlashAttention,

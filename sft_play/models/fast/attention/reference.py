@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sft_play.data.documents import Documents, ImageBlock, TreeRows
-from sft_play.models import triton_kernels
+from sft_kernels import triton_kernels
+from sft_kernels.documents import Documents, ImageBlock, TreeRows
 from sft_play.models.fast.documents import UNMASKED
 from sft_play.models.fast.setup import Gradients
 

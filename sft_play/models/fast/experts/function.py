@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.integrations.moe import _default_apply_gate
 
-from sft_play.models import triton_kernels
+from sft_kernels import triton_kernels
 from sft_play.models.fast.experts import kernels
 from sft_play.models.fast.experts.products import (
     ExpertAdapters,

@@ -17,8 +17,8 @@ import functools
 import torch
 from torch import Tensor
 
+from sft_kernels.triton_kernels import program_number, tl, triton
 from sft_play.models.fast.linears.four_bit import power_of_two, table_of
-from sft_play.models.triton_kernels import program_number, tl, triton
 
 SUMMED_BLOCK = 64  # features that are summed at once, and the most that share a packed scale
 STAGES = 3  # of the pipeline that loads ahead of tl.dot

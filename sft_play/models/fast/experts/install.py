@@ -10,6 +10,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from sft_kernels.needs import ZERO_3
 from sft_play.models.experts import (
     SharedParamWrapper,
     find_experts,
@@ -29,7 +30,6 @@ from sft_play.models.fast.proof import prove
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
 from sft_play.models.fast.trial import few_experts
 from sft_play.models.partitioned import is_missing
-from sft_play.plan.fast import ZERO_3
 
 
 def install_experts(setup: TrainingSetup) -> int:

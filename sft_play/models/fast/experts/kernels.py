@@ -6,8 +6,8 @@ Legend: N tokens, k experts per token, S = N k rows, H hidden, I intermediate fe
 import torch
 from torch import Tensor
 
+from sft_kernels.triton_kernels import load_float32, program_number, tl, triton
 from sft_play.models.fast.linears.glu import BLOCK, argument_and_slope
-from sft_play.models.triton_kernels import load_float32, program_number, tl, triton
 
 Form = tuple[str, float, float]  # an activation, or "clamped"; alpha and limit, if clamped
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sft_play.models import triton_kernels
+from sft_kernels import triton_kernels
 from sft_play.models.fast.experts import grouped_kernels, kernels
 from sft_play.models.fast.linears.four_bit import InLines, block_lines
 from sft_play.models.fast.linears.products import dequantize

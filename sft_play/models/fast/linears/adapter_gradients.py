@@ -20,8 +20,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from sft_play.models.triton_kernels import program_number, tl, triton
-from sft_play.plan.needs import HOPPER
+from sft_kernels.needs import HOPPER
+from sft_kernels.triton_kernels import program_number, tl, triton
 
 # A of all linears stacked (R, in), then each B (out, r), in the dtype of the matrix
 # multiplications; () without adapters

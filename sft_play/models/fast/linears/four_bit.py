@@ -25,9 +25,9 @@ from bitsandbytes.functional import QuantState, dequantize_4bit
 from bitsandbytes.nn import Params4bit
 from torch import Tensor
 
-from sft_play.models import mxfp4
-from sft_play.models.mxfp4 import MXFP4, Mxfp4State, is_transposed, packed_shape
-from sft_play.models.triton_kernels import libdevice, program_number, tl, triton
+from sft_kernels import mxfp4
+from sft_kernels.mxfp4 import MXFP4, Mxfp4State, is_transposed, packed_shape
+from sft_kernels.triton_kernels import libdevice, program_number, tl, triton
 
 WORD_BYTES = 4  # the kernel reads 8 codes at once
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights per scale in bitsandbytes

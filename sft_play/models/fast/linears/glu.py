@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.activations import GELUTanh, SiLUActivation
 
-from sft_play.models import triton_kernels
-from sft_play.models.triton_kernels import load_float32, program_number, tl, triton
+from sft_kernels import triton_kernels
+from sft_kernels.triton_kernels import load_float32, program_number, tl, triton
 
 Activation = Literal["silu", "gelu_tanh"]
 GELU_SLOPE = 2 * math.sqrt(2 / math.pi)

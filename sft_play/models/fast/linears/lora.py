@@ -25,6 +25,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sft_kernels.needs import DORA, DROPOUT, ZERO_3
 from sft_play.models.architecture import decoder_of
 from sft_play.models.delivered import DeliveredLinear
 from sft_play.models.fast.linears.products import (
@@ -43,7 +44,6 @@ from sft_play.models.fast.setup import (
 from sft_play.models.float8.linear import Float8Linear
 from sft_play.models.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
 from sft_play.models.sharding import is_sharded
-from sft_play.plan.fast import DORA, DROPOUT, ZERO_3
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

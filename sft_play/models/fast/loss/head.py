@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
+from sft_kernels.needs import TRAINED_TOKENS, ZERO_3
 from sft_play.data.batch import Batch, LossTokens
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast.capture import preserving_state
@@ -25,7 +26,6 @@ from sft_play.models.fast.loss.linear_cross_entropy import (
 )
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, base_model_of, to_compute_dtype
 from sft_play.models.sharding import device_of
-from sft_play.plan.fast import TRAINED_TOKENS, ZERO_3
 
 
 class FusedHead:

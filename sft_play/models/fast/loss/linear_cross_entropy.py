@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from sft_play.models import triton_kernels
+from sft_kernels import triton_kernels
+from sft_kernels.triton_kernels import load_float32, program_number, tl, triton
 from sft_play.models.fast.recognize import Stub, numbers, own_result, real_numbers
 from sft_play.models.sharding import shallow_copy
-from sft_play.models.triton_kernels import load_float32, program_number, tl, triton
 
 TOKENS = 2
 SCORES = 5

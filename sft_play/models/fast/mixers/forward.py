@@ -29,7 +29,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache
 
-from sft_play.data.documents import BOUNDARIES, Documents
+from sft_kernels.documents import BOUNDARIES, Documents
+from sft_kernels.linear_attention import (
+    fla_convolution,
+    fla_delta_rule,
+    fla_linear_attention,
+    uses_fla,
+)
 from sft_play.models.fast.documents import (
     PackedDocuments,
     first_tensor,
@@ -40,12 +46,6 @@ from sft_play.models.fast.documents import (
 from sft_play.models.fast.mixers import indices
 from sft_play.models.fast.setup import fuse, is_training
 from sft_play.models.fast.trial import Forward
-from sft_play.models.linear_attention import (
-    fla_convolution,
-    fla_delta_rule,
-    fla_linear_attention,
-    uses_fla,
-)
 
 Kernel = Callable[..., Any]
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sft_play.data.documents import Documents
-from sft_play.data.trees import Branch, lay_out
+from sft_kernels.documents import Documents
+from sft_kernels.trees import Branch, lay_out
 
 ROUNDED_TO = 64  # tokens: a linear attention chunk; lengths in a group differ by less
 

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from sft_play.data.documents import Documents
+from sft_kernels.documents import Documents
+from sft_kernels.linear_attention import torch_code, uses_fla, why_no_fla
 from sft_play.models.fast.attention.install import scales_by_place
 from sft_play.models.fast.capture import LENGTHS, PACKED, ForwardCall, capture, preserving_state
 from sft_play.models.fast.documents import (
@@ -36,7 +37,6 @@ from sft_play.models.fast.mixers.forward import LEFT_OUT, forward_packed, instal
 from sft_play.models.fast.norms.install import install_gated_norms
 from sft_play.models.fast.setup import TrainingSetup, Unsupported
 from sft_play.models.fast.trial import TOLERANCES, Forward, Result, Trial
-from sft_play.models.linear_attention import torch_code, uses_fla, why_no_fla
 from sft_play.progress import Stage, watched_stage
 
 logger = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from sft_play.models import triton_kernels
+from sft_kernels import triton_kernels
+from sft_kernels.linear_attention import uses_fla
+from sft_kernels.needs import ZERO_3, has_liger
 from sft_play.models.fast.attention.forward import attention_forward
 from sft_play.models.fast.norms import residual
 from sft_play.models.fast.norms.residual import AllocatedRmsNorm, epsilon
 from sft_play.models.fast.proof import prove
 from sft_play.models.fast.recognize import layer_roles_of, norm_kind_of
 from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse, is_fused, is_training
-from sft_play.models.linear_attention import uses_fla
-from sft_play.plan.fast import ZERO_3, has_liger
 
 
 def install_norms(setup: TrainingSetup) -> int:

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_play.models import triton_kernels
+from sft_kernels import triton_kernels
+from sft_kernels.triton_kernels import load_float32, program_number, tl, triton
 from sft_play.models.checkpointing import FORWARD_CHECKPOINTS
 from sft_play.models.fast.setup import Gradients, is_training
 from sft_play.models.partitioned import gathered_parameters, is_partitioned
-from sft_play.models.triton_kernels import load_float32, program_number, tl, triton
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from sft_play.data.trees import Branch
+from sft_kernels.trees import Branch
 
 # The keyword arguments that pass documents to transformers' models
 BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

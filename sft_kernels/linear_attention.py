@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sft_play.models import triton_kernels
-from sft_play.plan.needs import MISSING, why_no_kernels
+from sft_kernels import triton_kernels
+from sft_kernels.needs import MISSING, why_no_kernels
 
 # Names that the code of transformers' models uses for these kernels
 FLA_KERNELS = (
