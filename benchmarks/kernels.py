@@ -33,15 +33,15 @@ from benchmarks.inputs import make_model
 from benchmarks.report import grid
 from benchmarks.workloads import TOY, BaseModel
 from sft_kernels import mxfp4
+from sft_kernels.experts import products as expert_products
+from sft_kernels.linears import adapter_gradients, glu, lora, mlp
+from sft_kernels.linears import products as linear_products
+from sft_kernels.loss import head as loss_head
+from sft_kernels.loss import linear_cross_entropy
+from sft_kernels.loss.tokens import LossTokens
+from sft_kernels.norms import residual
+from sft_kernels.setup import base_model_of, is_fused
 from sft_play.config.schema import Config
-from sft_play.data.batch import LossTokens
-from sft_play.models.fast.experts import products as expert_products
-from sft_play.models.fast.linears import adapter_gradients, glu, lora, mlp
-from sft_play.models.fast.linears import products as linear_products
-from sft_play.models.fast.loss import head as loss_head
-from sft_play.models.fast.loss import linear_cross_entropy
-from sft_play.models.fast.norms import residual
-from sft_play.models.fast.setup import base_model_of, is_fused
 from sft_play.models.load import load_model
 from sft_play.process import Process
 

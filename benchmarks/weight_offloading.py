@@ -53,9 +53,9 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
     """Load a model with some layers offloaded, and train it for some steps."""
     import torch
 
-    from sft_play.data.batch import LossTokens
-    from sft_play.models.fast.loss.head import fused_nll
-    from sft_play.models.fast.setup import base_model_of
+    from sft_kernels.loss.head import fused_nll
+    from sft_kernels.loss.tokens import LossTokens
+    from sft_kernels.setup import base_model_of
     from sft_play.process import Process
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,10 +110,10 @@ def _load(
     """Return a model with adapters, some layers offloaded, and all but `--kept` recomputed."""
     from transformers import set_seed
 
+    from sft_kernels.setup import base_model_of
     from sft_play.config.schema import Config
     from sft_play.models.architecture import decoder_layers
     from sft_play.models.checkpointing import checkpoint_layers
-    from sft_play.models.fast.setup import base_model_of
     from sft_play.models.load import WeightPlaces, load_model
 
     settings = {
@@ -152,7 +152,7 @@ def _take_peak_gib() -> float:
 
 def _copy_seconds(base: torch.nn.Module) -> float:
     """Return the seconds in which all offloaded layers are copied twice, 0 if there are none."""
-    from sft_play.models.weight_offloading import ATTRIBUTE
+    from sft_kernels.modules import ATTRIBUTE
 
     offloaded = vars(base).get(ATTRIBUTE)
     if offloaded is None:

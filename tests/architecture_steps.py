@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from sft_kernels.attention.forward import keep_soft_caps
+from sft_kernels.install import fused_kernels_of
+from sft_kernels.setup import base_model_of
 from sft_play.config.schema import Config
 from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast.attention.forward import keep_soft_caps
-from sft_play.models.fast.install import fused_kernels_of, install_fused_kernels
-from sft_play.models.fast.loss.head import sum_nll
-from sft_play.models.fast.setup import base_model_of
+from sft_play.models.fast import install_fused_kernels
 from sft_play.models.lora import add_adapters
+from sft_play.models.loss import sum_nll
 from sft_play.process import Process
 
 CPU = torch.device("cpu")

@@ -267,7 +267,7 @@ def taught_base(tiny_base, prepared_rows, tokenizer, tmp_path_factory) -> Path:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.models.fast.loss.head import summed_nll
+    from sft_kernels.loss.head import summed_nll
 
     split = prepared_rows.validation
     torch.manual_seed(0)

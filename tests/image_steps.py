@@ -14,6 +14,7 @@ from PIL import Image
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from sft_kernels.install import fused_kernels_of
 from sft_play.config.schema import Config
 from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
@@ -22,7 +23,6 @@ from sft_play.data.render import Renderer
 from sft_play.data.row_hashes import RowHashes
 from sft_play.data.rows import IMAGE_MARK, ImageFile, Message, Row
 from sft_play.data.store import Split, Store, StoredSample, StoreWriter, to_arrays
-from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.images import image_inputs_of
 
 MAX_SEQ_LEN = 256

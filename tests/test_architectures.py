@@ -22,9 +22,9 @@ from architecture_table import PAGE
 from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_model
 
 from sft_kernels.documents import DOCUMENTS
+from sft_kernels.install import fused_kernels_of
 from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError
-from sft_play.models.fast.install import fused_kernels_of
 from sft_play.training.isolation import check_cross_document
 
 # Distances that come with the mask: packing is refused.

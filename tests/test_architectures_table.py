@@ -28,12 +28,12 @@ from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from sft_kernels.expert_modules import packed_weight
+from sft_kernels.install import base_model_of, fused_kernels_of
 from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.expert_adapters import _without_gradient
-from sft_play.models.experts import packed_weight
-from sft_play.models.fast.install import base_model_of, fused_kernels_of
 from sft_play.training.checkpoints import write_weights
 from sft_play.training.isolation import check_cross_document
 

@@ -58,7 +58,7 @@ def finished(plan_run, tmp_path_factory):
 
 
 def in_small_tiles() -> None:
-    from sft_play.models.fast.linears import tiles
+    from sft_kernels.linears import tiles
 
     tiles.TILE_TOKENS = 16
 

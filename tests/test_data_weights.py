@@ -13,6 +13,7 @@ from test_packed_training import IGNORE_INDEX, Document, collator_of, documents,
 from torch.nn import functional
 from transformers import AutoTokenizer
 
+from sft_kernels.loss.head import fuse_loss
 from sft_play.data.chunk_tokenizer import WEIGHTS, fit_sample
 from sft_play.data.collate import TrainRows
 from sft_play.data.preview import weight_note
@@ -22,7 +23,7 @@ from sft_play.data.row_hashes import RowHashes
 from sft_play.data.row_parsing import NO_SYSTEM_PROMPT, parse_record
 from sft_play.data.rows import Row
 from sft_play.data.store import Sample, Store, StoredSample, StoreWriter, to_arrays
-from sft_play.models.fast.loss.head import fuse_loss, sum_nll
+from sft_play.models.loss import sum_nll
 
 TINY = Path(__file__).resolve().parents[1] / "data" / "tiny_llama"
 TURNS = [

@@ -20,6 +20,8 @@ from rouge_score.tokenizers import DefaultTokenizer
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
+from sft_kernels.loss.head import fuse_loss, summed_nll
+from sft_kernels.modules import decoder_of
 from sft_play.config.schema import Config, TrainSection
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, render_prompt
 from sft_play.data.row_hashes import RowHashes
@@ -38,9 +40,7 @@ from sft_play.evaluation.generate import (
 )
 from sft_play.evaluation.rouge import UnicodeTokenizer
 from sft_play.evaluation.scores import rouge
-from sft_play.models.architecture import decoder_of
-from sft_play.models.fast.install import install_fused_kernels
-from sft_play.models.fast.loss.head import fuse_loss, summed_nll
+from sft_play.models.fast import install_fused_kernels
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
 from sft_play.progress import Stage

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="there is no Triton for this system")
 from interpreted_kernels import interpreted
 from marks import long
 
-from sft_play.models.fast.linears import adapter_gradients
-from sft_play.models.fast.linears.products import (
+from sft_kernels.linears import adapter_gradients
+from sft_kernels.linears.products import (
     AdaptedLinear,
     BoundLinears,
     FrozenLinear,

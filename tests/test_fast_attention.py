@@ -9,19 +9,19 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import flex_attention as torch_flex
 
+from sft_kernels.attention import flex as attention_flex
+from sft_kernels.attention import kernels as attention_kernels
+from sft_kernels.attention.flex import attend_flex
+from sft_kernels.attention.forward import remove_mask
+from sft_kernels.attention.kernels import attend
+from sft_kernels.attention.reference import Scoring
 from sft_kernels.documents import Documents, TreeRows
-from sft_kernels.trees import Branch, lay_out
-from sft_play.models.fast.attention import flex as attention_flex
-from sft_play.models.fast.attention import kernels as attention_kernels
-from sft_play.models.fast.attention.flex import attend_flex
-from sft_play.models.fast.attention.forward import remove_mask
-from sft_play.models.fast.attention.kernels import attend
-from sft_play.models.fast.attention.reference import Scoring
-from sft_play.models.fast.documents import (
+from sft_kernels.packed import (
     UNMASKED,
     PackedDocuments,
     is_unmasked,
 )
+from sft_kernels.trees import Branch, lay_out
 
 ROWS, TOKENS, HEADS, FEATURES = 2, 24, 4, 8
 SAME = 1e-6  # tolerance of float32 sums in another order

@@ -10,10 +10,10 @@ from tiny_models import TINY, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sft_kernels.attention import forward as attention_interface
+from sft_kernels.attention.forward import keep_soft_caps, remove_mask, use_interface
 from sft_kernels.documents import DOCUMENTS, Documents
-from sft_play.models.fast.attention import forward as attention_interface
-from sft_play.models.fast.attention.forward import keep_soft_caps, remove_mask, use_interface
-from sft_play.models.fast.documents import UNMASKED, watch_documents
+from sft_kernels.packed import UNMASKED, watch_documents
 
 ROWS, TOKENS = 2, 24
 LENGTHS = (9, 15, 3, 17, 4)  # documents of two rows

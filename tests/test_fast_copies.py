@@ -7,14 +7,14 @@ import torch
 from tiny_models import tiny_model, with_adapters
 from torch import nn
 
-from sft_play.models.fast.linears.lora import (
+from sft_kernels.linears.lora import (
     AdapterCopies,
     bind_when_changed,
     copy_adapters_at_once,
     fuse_lora_linear,
     groups_of,
 )
-from sft_play.models.fast.setup import base_model_of
+from sft_kernels.setup import base_model_of
 
 TOKENS = torch.arange(24).view(2, 12)
 

@@ -16,11 +16,11 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from sft_kernels import mxfp4
-from sft_play.models.experts import find_experts, inner_name, is_experts, unwrap
-from sft_play.models.fast.experts import function as experts_gates
-from sft_play.models.fast.experts.function import ClampedGlu, FusedGlu, OwnGate
-from sft_play.models.fast.experts.install import bind_gate, experts_forward, why_experts_not_fusable
-from sft_play.models.fast.linears.four_bit import unpack_with_kernel
+from sft_kernels.expert_modules import find_experts, inner_name, is_experts, unwrap
+from sft_kernels.experts import function as experts_gates
+from sft_kernels.experts.function import ClampedGlu, FusedGlu, OwnGate
+from sft_kernels.experts.install import bind_gate, experts_forward, why_experts_not_fusable
+from sft_kernels.linears.four_bit import unpack_with_kernel
 
 MODEL_TYPES = (
     *("qwen2_moe", "qwen3_moe", "mixtral", "gpt_oss", "olmoe", "glm4_moe", "granitemoe"),

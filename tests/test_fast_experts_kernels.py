@@ -16,9 +16,9 @@ from test_four_bit import interpreted_unpacking
 from test_mxfp4 import numbers_of_mxfp4
 
 from sft_kernels import mxfp4
-from sft_play.models.fast.experts import grouped_kernels, products
-from sft_play.models.fast.experts.products import Routing, Term, sort_by_expert
-from sft_play.models.fast.linears import four_bit
+from sft_kernels.experts import grouped_kernels, products
+from sft_kernels.experts.products import Routing, Term, sort_by_expert
+from sft_kernels.linears import four_bit
 
 TOKENS, CHOICES, EXPERTS, RANK = 40, 2, 5, 3
 EXACT = 1e-3  # float16, in which the interpreter multiplies; it cannot in bfloat16

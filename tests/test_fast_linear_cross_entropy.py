@@ -14,21 +14,21 @@ from tiny_models import with_adapters
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from sft_play.data.batch import labelled
-from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast.loss import linear_cross_entropy
-from sft_play.models.fast.loss.head import (
+from sft_kernels.loss import linear_cross_entropy
+from sft_kernels.loss.head import (
     fuse_loss,
     fused_nll,
     read_loss_last,
     summed_nll,
     why_loss_not_fusable,
 )
-from sft_play.models.fast.loss.linear_cross_entropy import (
+from sft_kernels.loss.linear_cross_entropy import (
     HeadFormula,
     chunk_tokens,
     fused_linear_cross_entropy,
 )
+from sft_kernels.loss.tokens import labelled
+from sft_play.data.render import IGNORE_INDEX
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS, HIDDEN, VOCABULARY = 300, 24, 97
@@ -380,7 +380,7 @@ def test_the_gpus_kernel_computes_what_the_cpu_does(dtype):
 
 INTERPRETED = """
 import torch
-from sft_play.models.fast.loss import linear_cross_entropy
+from sft_kernels.loss import linear_cross_entropy
 linear_cross_entropy.BLOCK = 64  # several blocks a row, the last one not full
 torch.manual_seed(0)
 for softcap, scale in ((None, 256.0), (3.0, 1.0)):

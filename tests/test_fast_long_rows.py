@@ -7,14 +7,14 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+import sft_kernels
+from sft_kernels.attention import kernels as attention_kernels
+from sft_kernels.attention.flex import BLOCK, make_block_mask
+from sft_kernels.attention.kernels import MAX_ELEMENTS, attend
+from sft_kernels.attention.reference import Scoring
 from sft_kernels.documents import Documents
-from sft_play.models import fast
-from sft_play.models.fast.attention import kernels as attention_kernels
-from sft_play.models.fast.attention.flex import BLOCK, make_block_mask
-from sft_play.models.fast.attention.kernels import MAX_ELEMENTS, attend
-from sft_play.models.fast.attention.reference import Scoring
 
-FAST = Path(fast.__path__[0])
+FAST = Path(sft_kernels.__path__[0])
 KERNELS = sorted(FAST.rglob("*kernel*.py"))
 LONG = 131_072  # tokens of the longest row that one GPU trains an 8B model on, without offloading
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sft_play.models.fast.linears import lora
-from sft_play.models.fast.linears.lora import (
+from sft_kernels.linears import lora
+from sft_kernels.linears.lora import (
     LinearGroup,
     bind_when_changed,
     fuse_lora_linear,

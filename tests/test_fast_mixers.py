@@ -13,26 +13,27 @@ from tiny_models import TINY, tiny_model
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sft_kernels import packed as by_document
+from sft_kernels.capture import LENGTHS
 from sft_kernels.documents import Documents
-from sft_kernels.trees import Branch
-from sft_play.config.schema import Config
-from sft_play.data.collate import PackCollator, TokenSequence
-from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast import documents as by_document
-from sft_play.models.fast.capture import LENGTHS
-from sft_play.models.fast.documents import UNMASKED
-from sft_play.models.fast.mixers import forward as mixer_forward
-from sft_play.models.fast.mixers import indices
-from sft_play.models.fast.mixers import install as mixer_install
-from sft_play.models.fast.mixers.install import (
+from sft_kernels.mixers import forward as mixer_forward
+from sft_kernels.mixers import indices
+from sft_kernels.mixers import install as mixer_install
+from sft_kernels.mixers.install import (
     find_mixers,
     hiding_documents,
     install_mixers,
     likely_mixers,
 )
-from sft_play.models.fast.norms import install as norms_install
-from sft_play.models.fast.norms.residual import epsilon
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, is_fused
+from sft_kernels.norms import install as norms_install
+from sft_kernels.norms.residual import epsilon
+from sft_kernels.packed import UNMASKED
+from sft_kernels.setup import TrainingSetup, Unsupported, is_fused
+from sft_kernels.trees import Branch
+from sft_play.config.schema import Config
+from sft_play.data.collate import PackCollator, TokenSequence
+from sft_play.data.render import IGNORE_INDEX
+from sft_play.models import fast
 from sft_play.process import Process
 
 # A gated delta rule, a short convolution, Mamba 2 and Mamba
@@ -100,7 +101,7 @@ def lora_model(model_type: str) -> Any:
 
 def setup_of(model: Any, zero_stage: int = 0, use_kernels: bool = True) -> TrainingSetup:
     config = Config.model_validate({"train": {"fast_path": "auto" if use_kernels else False}})
-    return TrainingSetup(model, config, Process.alone(CPU), zero_stage)
+    return fast.setup_of(model, config, Process.alone(CPU), zero_stage)
 
 
 def install(model: Any, zero_stage: int = 0, use_kernels: bool = True) -> list[bool]:

@@ -18,9 +18,9 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from sft_play.models.fast.linears.glu import GluFunction, activation_of, glu_backward, glu_forward
-from sft_play.models.fast.linears.lora import LinearGroup
-from sft_play.models.fast.linears.mlp import lora_mlp
+from sft_kernels.linears.glu import GluFunction, activation_of, glu_backward, glu_forward
+from sft_kernels.linears.lora import LinearGroup
+from sft_kernels.linears.mlp import lora_mlp
 
 HIDDEN, INNER, TOKENS = 64, 160, 12
 # float32: sums of up to 320 terms in another order, three products deep

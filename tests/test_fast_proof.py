@@ -12,24 +12,26 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
-from sft_play.config.schema import Config
-from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.attention import forward as attention
-from sft_play.models.fast.attention.install import bind_attention, unmasked_call
-from sft_play.models.fast.capture import ForwardCall
-from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.fast.linears import mlp as linear_install
-from sft_play.models.fast.norms import residual
-from sft_play.models.fast.proof import prove
-from sft_play.models.fast.recognize import (
+from sft_kernels.attention import forward as attention
+from sft_kernels.attention.install import bind_attention, unmasked_call
+from sft_kernels.capture import ForwardCall
+from sft_kernels.install import FusedKernels
+from sft_kernels.linears import mlp as linear_install
+from sft_kernels.norms import residual
+from sft_kernels.proof import prove
+from sft_kernels.recognize import (
     AttentionKind,
     attention_kind_of,
     gated_mlp_of,
     layer_roles_of,
     norm_kind_of,
 )
-from sft_play.models.fast.setup import TrainingSetup, Unsupported, fuse
-from sft_play.models.fast.trial import Result, Trial, difference, own_code
+from sft_kernels.setup import TrainingSetup, Unsupported, fuse
+from sft_kernels.trial import Result, Trial, difference, own_code
+from sft_play.config.schema import Config
+from sft_play.models import fast
+from sft_play.models.checkpointing import checkpoint_layers
+from sft_play.models.fast import install_fused_kernels
 from sft_play.models.trace import fake_kernels
 from sft_play.process import Process
 
@@ -42,7 +44,7 @@ def model_of(model_type: str, dtype: torch.dtype = torch.float32, **changes: Any
 
 
 def setup_of(model: Any, dtype: torch.dtype = torch.float32) -> TrainingSetup:
-    setup = TrainingSetup(model, CONFIG, Process.alone(torch.device("cpu"), dtype), 0)
+    setup = fast.setup_of(model, CONFIG, Process.alone(torch.device("cpu"), dtype))
     assert setup.proof_inputs.samples
     return setup
 

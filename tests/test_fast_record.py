@@ -17,12 +17,13 @@ from rank_processes import run_two
 from tiny_models import tiny_model, with_adapters
 from torch import distributed
 
+from sft_kernels.install import FusedKernels, fused_kernels_of
+from sft_kernels.linears import mlp
 from sft_play import timeline
 from sft_play.config.schema import Config
-from sft_play.models.fast import proof
-from sft_play.models.fast.install import FusedKernels, fused_kernels_of, install_fused_kernels
-from sft_play.models.fast.linears import mlp
-from sft_play.models.fast.proof import ProofStore
+from sft_play.models import proofs as proofs_module
+from sft_play.models.fast import install_fused_kernels
+from sft_play.models.proofs import ProofStore
 from sft_play.plan import counting
 from sft_play.process import Process
 
@@ -114,7 +115,7 @@ def test_a_variable_that_may_choose_other_kernels_is_part_of_the_proof(proved):
 def change_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = folder / "cpuinfo"
     other.write_text("processor\t: 0\nmodel name\t: Another\ncpu MHz\t: 2000\n")
-    monkeypatch.setattr(proof, "CPUS", other)
+    monkeypatch.setattr(proofs_module, "CPUS", other)
 
 
 def change_version(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,11 +129,13 @@ def change_version(_: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def change_code(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Add a line to a copy of the sources of a kernel, and let the copy be the package."""
     before = counting.counting_versions()
-    shutil.copytree(counting.PACKAGE / "models", folder / "models")
-    monkeypatch.setattr(counting, "PACKAGE", folder)
+    root = counting.PACKAGE.parent
+    for name in ("sft_play/models", "sft_kernels"):
+        shutil.copytree(root / name, folder / name)
+    monkeypatch.setattr(counting, "PACKAGE", folder / "sft_play")
     counting.counting_versions.cache_clear()
     assert counting.counting_versions() == before
-    with (folder / "models/fast/linears/glu.py").open("a") as file:
+    with (folder / "sft_kernels/linears/glu.py").open("a") as file:
         file.write("# changed\n")
     counting.counting_versions.cache_clear()
 

@@ -1,4 +1,4 @@
-"""sft_play.models.fast.trial: the original code of a few experts is compared instead of all."""
+"""sft_kernels.trial: the original code of a few experts is compared instead of all."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,16 @@ from tiny_models import WHOLE_BLOCKS, tiny_model
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from sft_kernels import mxfp4
+from sft_kernels import mxfp4, trial
+from sft_kernels.capture import ForwardCall
+from sft_kernels.expert_modules import find_experts, unwrap
+from sft_kernels.experts import function, install
+from sft_kernels.install import FusedKernels
+from sft_kernels.trial import Trial, TrialPart, own_code, relative_error
 from sft_play.config.schema import Config
 from sft_play.models.bnb import unpack_with_adapter
-from sft_play.models.experts import expert_weights, find_experts, unwrap
-from sft_play.models.fast import trial
-from sft_play.models.fast.capture import ForwardCall
-from sft_play.models.fast.experts import function, install
-from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.fast.trial import Trial, TrialPart, own_code, relative_error
+from sft_play.models.experts import expert_weights
+from sft_play.models.fast import install_fused_kernels
 from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))

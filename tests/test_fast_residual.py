@@ -6,7 +6,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from sft_play.models.fast.norms.residual import NormKind, add_norm
+from sft_kernels.norms.residual import NormKind, add_norm
 
 EPSILON = 1e-5
 LLAMA = NormKind("llama", 0.0, EPSILON, in_place=True)

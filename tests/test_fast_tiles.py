@@ -9,11 +9,11 @@ from test_published_training import without_dropout
 from tiny_models import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sft_kernels.attention import kernels
+from sft_kernels.attention.reference import Scoring
+from sft_kernels.linears import mlp, tiles
+from sft_kernels.packed import Documents
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.attention import kernels
-from sft_play.models.fast.attention.reference import Scoring
-from sft_play.models.fast.documents import Documents
-from sft_play.models.fast.linears import mlp, tiles
 
 TILE = 8
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from interpreted_kernels import interpreted
 from kernel_compiler import compiling_for
 
-from sft_play.models.fast.linears import four_bit
+from sft_kernels.linears import four_bit
 
 SMALLEST = torch.finfo(torch.float32).tiny
 SHAPES = [(64, 128), (37, 40), (3, 24, 24)]  # rows of whole blocks, none, and experts

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from sft_kernels.sharded import outermost_layers
 from sft_play.config.schema import Config
 from sft_play.models.bnb import storage_type
 from sft_play.process import Process
@@ -177,7 +178,7 @@ def compare_quantized(folder: Path, seen: Path, mode: str) -> None:
     divide, held = sharding.shard_quantized, []
 
     def note(base, *args):
-        weights = [w for layer in sharding.outermost_layers(base) for w in layer.parameters()]
+        weights = [w for layer in outermost_layers(base) for w in layer.parameters()]
         frozen = [w for w in weights if not w.requires_grad]
         held.append(sum(w.untyped_storage().nbytes() for w in frozen))
         held.append(sum(w.nbytes for w in frozen if w.nbytes >= sharding.MIN_BYTES))

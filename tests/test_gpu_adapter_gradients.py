@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from sft_play.models.fast.linears.adapter_gradients import fit_one_pass
-from sft_play.models.fast.linears.products import (
+from sft_kernels.linears.adapter_gradients import fit_one_pass
+from sft_kernels.linears.products import (
     AdaptedLinear,
     BoundLinears,
     LinearAdapter,

@@ -17,8 +17,8 @@ from tiny_models import GPU_SIZES
 from torch import Tensor
 
 from sft_kernels import mxfp4
-from sft_play.models.fast.experts import function as experts_gates
-from sft_play.models.fast.experts.products import (
+from sft_kernels.experts import function as experts_gates
+from sft_kernels.experts.products import (
     ExpertLinear,
     Packed,
     Routing,

@@ -5,8 +5,8 @@ import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
 from bitsandbytes.nn import Params4bit
 
-from sft_play.models.fast.linears import four_bit
-from sft_play.models.fast.linears.products import dequantize
+from sft_kernels.linears import four_bit
+from sft_kernels.linears.products import dequantize
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

@@ -10,12 +10,13 @@ import torch
 from test_packed_training import MAX_SEQ_LEN, QUIET, SEED, VOCABULARY, documents, loop_of
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
+from sft_kernels.install import fused_kernels_of
+from sft_kernels.loss.linear_cross_entropy import fused_linear_cross_entropy
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, PadCollator
 from sft_play.data.order import StepSampler, fullest_step
 from sft_play.models import lora
-from sft_play.models.fast.install import fused_kernels_of, install_fused_kernels
-from sft_play.models.fast.loss.linear_cross_entropy import fused_linear_cross_entropy
+from sft_play.models.fast import install_fused_kernels
 from sft_play.plan.step import Layout
 from sft_play.process import Process
 from sft_play.training.loop import TrainingLoop

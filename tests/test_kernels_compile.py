@@ -8,20 +8,20 @@ from bitsandbytes.functional import quantize_4bit
 from marks import long
 from test_fast_residual import GEMMA, LLAMA
 
-from sft_play.models.fast.norms.residual import TritonNorms
+from sft_kernels.norms.residual import TritonNorms
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
 
 from kernel_compiler import compiling_for
 
+from sft_kernels.experts import grouped_kernels
+from sft_kernels.experts import kernels as experts
+from sft_kernels.float8 import rows as float8_kernels
+from sft_kernels.linears import adapter_gradients
+from sft_kernels.linears import four_bit as packed_weights
+from sft_kernels.linears import glu as gated
+from sft_kernels.loss import linear_cross_entropy as loss
 from sft_kernels.mxfp4 import Mxfp4State
-from sft_play.models.fast.experts import grouped_kernels
-from sft_play.models.fast.experts import kernels as experts
-from sft_play.models.fast.linears import adapter_gradients
-from sft_play.models.fast.linears import four_bit as packed_weights
-from sft_play.models.fast.linears import glu as gated
-from sft_play.models.fast.loss import linear_cross_entropy as loss
-from sft_play.models.float8 import rows as float8_kernels
 
 ROWS, FEATURES, CHOICES = 8, 64, 2
 CAPABILITIES = [

@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, core_model_loading
 
+from sft_kernels.loss.head import nll_of_rows, summed_nll
+from sft_kernels.loss.tokens import labelled
 from sft_play.config.schema import Config
-from sft_play.data.batch import labelled
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenizer import load_tokenizer
-from sft_play.models.fast.loss.head import nll_of_rows, summed_nll
 from sft_play.models.load import load_base, load_model, weight_dtype
 from sft_play.models.parameters import count_parameters
 from sft_play.process import Process

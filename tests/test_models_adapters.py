@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from traced_steps import traced_point
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from sft_kernels.install import fused_kernels_of
 from sft_play.config.schema import Config
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
 from sft_play.models import lora
 from sft_play.models.embedding_noise import EmbeddingNoise, row_lengths
-from sft_play.models.fast.install import fused_kernels_of
 from sft_play.models.load import load_model
 from sft_play.models.parameters import count_parameters
 from sft_play.models.step_meter import StepSetup

@@ -6,14 +6,9 @@ from published_models import published_config, published_model
 from tiny_models import tiny_model
 from transformers import PreTrainedConfig
 
+from sft_kernels.modules import decoder_of
 from sft_play.errors import ConfigError, EnvironmentFault
-from sft_play.models.architecture import (
-    auto_class_of,
-    decoder_layers,
-    decoder_of,
-    drop_encoders,
-    encoders_of,
-)
+from sft_play.models.architecture import auto_class_of, decoder_layers, drop_encoders, encoders_of
 
 VISION = ["model.multi_modal_projector", "model.vision_tower"]
 ENCODERS = {

@@ -15,12 +15,13 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 from traced_steps import build_on_meta
 
+from sft_kernels.capture import kinds_of
+from sft_kernels.expert_modules import find_experts, packed_weight
+from sft_kernels.trial import float32_copy
 from sft_play.config.schema import Config
 from sft_play.models import bnb, lora
 from sft_play.models.architecture import encoders_of
-from sft_play.models.experts import expert_weights, find_experts, packed_weight, routing_linears
-from sft_play.models.fast.capture import kinds_of
-from sft_play.models.fast.trial import float32_copy
+from sft_play.models.experts import expert_weights, routing_linears
 from sft_play.models.load import load_base
 from sft_play.models.merging import Merge, quantized_names
 from sft_play.models.parameters import PackedWeights, count_parameters, packed_weights

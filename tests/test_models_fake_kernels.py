@@ -11,10 +11,10 @@ from torch.nn import functional
 from traced_steps import storage_bytes
 
 from sft_kernels import triton_kernels
+from sft_kernels.attention.reference import AllocatedFlashAttention
+from sft_kernels.linears import glu
+from sft_kernels.norms import residual
 from sft_play.models import trace
-from sft_play.models.fast.attention.reference import AllocatedFlashAttention
-from sft_play.models.fast.linears import glu
-from sft_play.models.fast.norms import residual
 
 
 def kept_and_made(

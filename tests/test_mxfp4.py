@@ -5,7 +5,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sft_kernels import mxfp4
-from sft_play.models.fast.linears.four_bit import unpack_with_kernel
+from sft_kernels.linears.four_bit import unpack_with_kernel
 
 
 def numbers_of_mxfp4(experts: int, first: int, second: int, is_turned: bool) -> Tensor:

@@ -12,7 +12,7 @@ def import_kernels() -> None:
         if name.partition(".")[0] == "triton" or name.startswith("sft_play.models"):
             del sys.modules[name]
     sys.modules["triton"] = None  # as if it were not installed
-    from sft_play.models.fast.linears import adapter_gradients, four_bit, glu
+    from sft_kernels.linears import adapter_gradients, four_bit, glu
 
     assert callable(glu.launch_forward) and glu.BLOCK == 1024
     assert four_bit._CODES_A_WORD == four_bit.CODES_A_WORD

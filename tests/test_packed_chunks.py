@@ -10,10 +10,10 @@ from marks import long
 from published_corrections import small_fields
 from tiny_models import TINY
 
+from sft_kernels.install import fused_kernels_of
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError
-from sft_play.models.fast.install import fused_kernels_of
 from sft_play.training.isolation import check_cross_document
 
 ROW = 64  # tokens; the documents have 19, 27 and 9

@@ -66,8 +66,8 @@ def test_offloaded_inputs_are_on_the_host_but_for_two():
 
 
 def test_the_constants_are_those_of_the_code():
+    from sft_kernels.linears import tiles
     from sft_play.models.checkpointing import IN_FLIGHT
-    from sft_play.models.fast.linears import tiles
 
     assert (OFFLOADS_IN_FLIGHT, TILE_TOKENS) == (IN_FLIGHT, tiles.TILE_TOKENS)
 

@@ -17,14 +17,14 @@ from traced_steps import build_on_meta, loaded, real_point, storage_bytes, trace
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from sft_kernels.loss.head import fused_nll
+from sft_kernels.loss.tokens import LossTokens
 from sft_play import cli
 from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load_merged
 from sft_play.config.schema import Config
-from sft_play.data.batch import LossTokens
 from sft_play.errors import ConfigError
 from sft_play.models import trace
-from sft_play.models.fast.loss.head import fused_nll
 from sft_play.models.load import load_model
 from sft_play.models.parameters import adapter_parameters, iter_base_tensors
 from sft_play.models.step_meter import MemoryTracker, StepMeter, StepSetup

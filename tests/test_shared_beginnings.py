@@ -28,7 +28,7 @@ from sft_play.data.pipeline import build_ledger
 from sft_play.data.splits import find_row_ends
 from sft_play.data.store import Split
 from sft_play.data.trees import Units, find_units
-from sft_play.models.fast.install import install_fused_kernels
+from sft_play.models.fast import install_fused_kernels
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training.batches import StepLoss

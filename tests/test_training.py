@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from sft_kernels.loss.head import summed_nll
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ExitClass
-from sft_play.models.fast.loss.head import summed_nll
 from sft_play.runs import metrics
 from sft_play.training.trackers import HPARAMS
 

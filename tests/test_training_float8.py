@@ -8,11 +8,11 @@ from run_files import run_json
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from sft_kernels.float8.linear import Float8Linear
 from sft_play import cli
 from sft_play.errors import CheckpointError
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
-from sft_play.models.float8.linear import Float8Linear
 from sft_play.runs import stamp
 from sft_play.runs.folder import RunFolder
 

@@ -19,10 +19,10 @@ from tiny_models import MODEL_TYPES, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer
 
+from sft_kernels.loss.head import summed_nll
 from sft_play.config.schema import TrainSection
 from sft_play.data.assemble import DataFacts, assemble
 from sft_play.data.order import steps
-from sft_play.models.fast.loss.head import summed_nll
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.runs.folder import RunFolder
 from sft_play.training.engine import Engine, decays

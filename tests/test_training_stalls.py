@@ -10,10 +10,10 @@ from rank_processes import run_two
 from test_packed_training import ALONE, CPU, documents, llama, losses_of, trainer_of
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from sft_play.data.batch import labelled
+from sft_kernels.loss.head import fuse_loss, is_loss_fused
+from sft_kernels.loss.tokens import labelled
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.models.fast.loss.head import fuse_loss, is_loss_fused
 from sft_play.process import Process
 from sft_play.training import runtime
 from sft_play.training.loop import TrainingLoop

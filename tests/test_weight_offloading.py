@@ -12,14 +12,15 @@ from safetensors.torch import load_file
 from tiny_models import GPU_SIZES, Sizes, write_base
 from torch import nn
 
+from sft_kernels.install import fused_kernels_of
+from sft_kernels.modules import ATTRIBUTE
+from sft_kernels.setup import base_model_of
 from sft_play.config.schema import Config
 from sft_play.models import weight_offloading
 from sft_play.models.architecture import decoder_layers
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.install import fused_kernels_of
-from sft_play.models.fast.setup import base_model_of
 from sft_play.models.load import WeightPlaces, load_model
-from sft_play.models.weight_offloading import ATTRIBUTE, CopyStream, chosen_layers
+from sft_play.models.weight_offloading import CopyStream, chosen_layers
 from sft_play.plan.run_plan import read_plan
 from sft_play.process import Process
 from sft_play.runs.folder import RunFolder

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from sft_kernels.documents import Documents, ImageBlock, TreeRows
+from sft_kernels.loss.tokens import labelled
 from sft_kernels.trees import Branch, lay_out
-from sft_play.data.batch import Batch, labelled
+from sft_play.data.batch import Batch
 from sft_play.data.images import decode
 from sft_play.data.packing import batch_shape, padded_width
 from sft_play.data.processor import Processor

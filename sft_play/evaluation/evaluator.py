@@ -16,9 +16,16 @@ import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sft_kernels.documents import Documents
+from sft_kernels.install import fused_kernels_of
+from sft_kernels.loss.head import (
+    fused_nll,
+    is_loss_fused,
+    nll_of_rows,
+)
+from sft_kernels.loss.tokens import labelled
 from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
-from sft_play.data.batch import Batch, labelled
+from sft_play.data.batch import Batch
 from sft_play.data.collate import ImageInputs, PadCollator, TrainRows, images_by_document
 from sft_play.data.render import IGNORE_INDEX, TemplateSpace, template_space
 from sft_play.data.rows import SHOWN_IMAGE, ImageFile, Message, PromptIds, Row
@@ -43,13 +50,7 @@ from sft_play.evaluation.scores import (
     Scores,
     score_answers,
 )
-from sft_play.models.fast.context import ContextGroup
-from sft_play.models.fast.install import fused_kernels_of
-from sft_play.models.fast.loss.head import (
-    fused_nll,
-    is_loss_fused,
-    nll_of_rows,
-)
+from sft_play.models.context import ContextGroup
 from sft_play.models.sharding import resharding
 from sft_play.process import Process
 from sft_play.progress import Stage, watched_stage

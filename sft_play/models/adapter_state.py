@@ -18,8 +18,8 @@ import torch
 from peft import PeftModel, get_peft_model_state_dict
 from torch import Tensor, distributed
 
-from sft_play.errors import CheckpointError, first_line
-from sft_play.models.experts import SharedParamWrapper
+from sft_kernels.expert_modules import SharedParamWrapper
+from sft_play.errors import CheckpointError, ConfigError, first_line
 
 ADAPTER = "default"  # PEFT's name of the only adapter
 
@@ -82,7 +82,7 @@ def as_published(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, T
 
     The tensors are named by the model's parameters. Return them by the same names.
     """
-    return _reshaped(model, tensors, ExpertPart.whole, SharedParamWrapper.for_every_expert)
+    return _reshaped(model, tensors, ExpertPart.whole, for_every_expert)
 
 
 def as_kept(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def as_kept(model: PeftModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
     Raises: ConfigError if the model shares one adapter among experts that have different adapters.
     """
-    return _reshaped(model, tensors, ExpertPart.cut, SharedParamWrapper.for_all_experts)
+    return _reshaped(model, tensors, ExpertPart.cut, for_all_experts)
 
 
 def _reshaped(
@@ -142,3 +142,28 @@ def load_published(model: PeftModel, folder: str | Path, is_trainable: bool = Fa
         if names:
             first = min(names).removeprefix("base_model.model.")
             raise CheckpointError(f"{folder}: {len(names)} tensors {problem}, {first} first")
+
+
+def for_every_expert(wrapper: SharedParamWrapper, factor: str, shared: Tensor) -> Tensor:
+    """Return lora_A or lora_B, or a tensor of that shape, in PEFT's layout, on the host."""
+    if factor == "lora_A":
+        return shared.cpu().repeat(wrapper.experts, 1)
+    return shared.cpu().repeat_interleave(wrapper.experts, dim=1)
+
+
+def for_all_experts(wrapper: SharedParamWrapper, factor: str, published: Tensor) -> Tensor:
+    """Return the single factor from PEFT's layout: the reverse of `for_every_expert`.
+
+    Raises: ConfigError if the experts' factors differ.
+    """
+    experts = wrapper.experts
+    if factor == "lora_A":
+        by_expert = published.unflatten(0, (experts, -1))
+    else:
+        by_expert = published.unflatten(1, (-1, experts)).movedim(-1, 0)
+    if not torch.equal(by_expert, by_expert[:1].expand_as(by_expert)):
+        raise ConfigError(
+            f"tuning.lora.experts=shared: the adapter has a different {factor} of "
+            f"{wrapper.parameter_name} for each expert; set TUNING_LORA_EXPERTS=per_expert"
+        )
+    return by_expert[0]

@@ -25,6 +25,7 @@ from transformers.integrations import deepspeed
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_kernels.linear_attention import bind_by_device
+from sft_kernels.modules import decoder_of
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
 from sft_play.models.stored_weights import replaced
 
@@ -90,29 +91,6 @@ def empty_twin(model: PreTrainedModel) -> PreTrainedModel:
 def is_composite_config(config: PretrainedConfig) -> bool:
     """Return whether the language model's config is only a part of this one."""
     return config.get_text_config() is not config
-
-
-def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """Return the stack of layers of a model without adapters, without its output head.
-
-    get_decoder returns the wrong module for some models. For ModernBERT's decoder it returns the
-    head, which is called `decoder` there. For Llama 4 with its encoder it returns the language
-    model with its head.
-    """
-    found = model.get_decoder()
-    if found is model.get_output_embeddings():
-        return model.base_model
-    while (
-        found is not model
-        and isinstance(found, PreTrainedModel)
-        and found.get_output_embeddings() is not None
-    ):
-        inside = found.get_decoder()
-        if inside is found:
-            models = (part for part in found.children() if isinstance(part, PreTrainedModel))
-            inside = next(models, found)
-        model, found = found, inside
-    return found
 
 
 def encoders_of(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -31,19 +31,16 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_kernels import mxfp4
+from sft_kernels.expert_modules import packed_weight
 from sft_kernels.mxfp4 import Mxfp4State
+from sft_kernels.sharded import run_within
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.architecture import empty_model, empty_twin, encoders_of
 from sft_play.models.base_files import stored_config
-from sft_play.models.experts import (
-    expert_weights,
-    is_expert_weight,
-    packed_weight,
-    unquantized_linears,
-)
+from sft_play.models.experts import expert_weights, is_expert_weight, unquantized_linears
 from sft_play.models.parameters import dtype_name, log_packed
-from sft_play.models.sharding import has_rows_alone, run_within, store_as
+from sft_play.models.sharding import has_rows_alone, store_as
 from sft_play.models.stored_weights import replaced
 
 

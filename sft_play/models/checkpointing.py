@@ -44,15 +44,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sft_kernels.linears.tiles import set_tiled
+from sft_kernels.setup import base_model_of
 from sft_play.models.architecture import decoder_layers, encoders_of
-from sft_play.models.fast.linears.tiles import set_tiled
-from sft_play.models.fast.setup import base_model_of
 from sft_play.models.weight_offloading import CopyStream, pin
 
 logger = logging.getLogger(__name__)
 
-# In newer versions a layer's class checkpoints only its forward method, in older ones its full call
-FORWARD_CHECKPOINTS = "__call__" not in vars(GradientCheckpointingLayer)
 IN_FLIGHT = 2  # inputs on the GPU that wait for their copy to the host
 MIN_BYTES = 2**20  # the smallest tensor worth a copy: e.g. masks stay on the GPU
 

@@ -17,19 +17,16 @@ import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from peft import PeftModel
-from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.other import _get_submodules
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import ParametrizationList
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from sft_play.errors import ConfigError
+from sft_kernels.expert_modules import SharedParamWrapper, packed_weight, true_shape
 from sft_play.models.architecture import encoders_of, text_modules
 
 # argument of transformers' models that compute a load-balancing loss
@@ -72,29 +69,12 @@ def expert_weights(model: nn.Module) -> list[ExpertWeight]:
     return found
 
 
-def ranks_of_experts(model: nn.Module) -> int:
-    """Return how many ranks share the experts of a model, 1 if each rank has all of them."""
-    found = (getattr(module, "expert_ranks", None) for module in model.modules())
-    return next((ranks.process.world_size for ranks in found if ranks is not None), 1)
-
-
 def is_expert_weight(module: nn.Module, parameter: nn.Parameter | None) -> bool:
     """Return whether a parameter of a module stores one projection of all experts."""
     if parameter is None or isinstance(module, _ConvNd | ParametrizationList):
         return False
     shape = true_shape(parameter)
     return len(shape) == 3 and shape[0] > 1
-
-
-def packed_weight(module: nn.Module, name: str) -> nn.Parameter | None:
-    """Return the 4-bit parameter that stores an expert parameter, None if it is not packed.
-
-    It is bitsandbytes' Params4bit; its `quant_state.shape` is (experts, out, in) or transposed.
-    """
-    if "parametrizations" not in module._modules or name not in module.parametrizations:
-        return None
-    original = module.parametrizations[name].original
-    return original if hasattr(original, "quant_state") else None
 
 
 def routing_linears(model: nn.Module) -> set[str]:
@@ -210,105 +190,9 @@ def _is_list_of_experts(name: str, modules: nn.ModuleList) -> bool:
     return len(classes) == 1 and any(is_adaptable_linear(part) for part in modules[0].modules())
 
 
-def true_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the shape of a parameter, also if it is sharded (ZeRO-3) or packed."""
-    state = getattr(parameter, "quant_state", None)
-    shape = parameter.shape if state is None else state.shape
-    return tuple(getattr(parameter, "ds_shape", shape))
-
-
 def computes_balance(model: nn.Module) -> bool:
     """Return whether a model without adapters computes a loss that balances its experts."""
     return BALANCE in inspect.signature(type(model).forward).parameters
-
-
-FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
-
-
-def find_experts(model: nn.Module) -> list[nn.Module]:
-    """Return the expert modules of a model: the outermost wrapper if PEFT has wrapped one."""
-    found: list[nn.Module] = []
-    inside: set[nn.Module] = set()
-    for module in model.modules():  # a wrapper comes before the module that it wraps
-        if module in inside:
-            continue
-        wrappers, experts = unwrap(module)
-        if is_experts(experts):
-            found.append(module)
-            inside.update(wrappers, [experts])
-    return found
-
-
-def unwrap(module: nn.Module) -> tuple[list[ParamWrapper], nn.Module]:
-    """Return PEFT's wrappers around a module, outermost first, and the module."""
-    wrappers: list[ParamWrapper] = []
-    while isinstance(module, ParamWrapper):
-        wrappers.append(module)
-        module = module.base_layer
-    return wrappers, module
-
-
-def is_experts(module: nn.Module) -> bool:
-    """Return whether a module contains experts in transformers' form."""
-    if not all(hasattr(module, flag) for flag in FLAGS):
-        return False
-    weights = (weight_of(module, inner_name(module)), weight_of(module, "down_proj"))
-    return all(weight is not None and len(true_shape(weight)) == 3 for weight in weights)
-
-
-def inner_name(experts: nn.Module) -> str:
-    """Return the name of the parameter that reads the hidden states."""
-    return "gate_up_proj" if experts.has_gate else "up_proj"
-
-
-def weight_of(experts: nn.Module, name: str) -> nn.Parameter | None:
-    """Return a parameter as it is stored: packed if it is in 4 bits (`models.experts`)."""
-    if name in experts._parameters:
-        return experts._parameters[name]
-    return packed_weight(experts, name)
-
-
-class SharedParamWrapper(ParamWrapper):
-    """One adapter for all experts of a layer, W_e + s B A: lora_A (r, in) and lora_B (out, r).
-
-    PEFT publishes the factors of each expert. In lora_A (E r, in), the ranks of one expert follow
-    each other. In lora_B (out, r E), the experts of one rank follow each other. So a shared adapter
-    is published with the same factors for every expert.
-    """
-
-    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
-        sizes = super()._get_in_out_features(module)
-        self.experts = self.num_experts
-        self.num_experts = 1
-        return sizes
-
-    def get_delta_weight(self, adapter_name: str, *args: Any, **options: Any) -> Tensor:
-        """Return the change of each expert's matrix, in the parameter's layout."""
-        delta = super().get_delta_weight(adapter_name, *args, **options)  # (out, in)
-        return delta if self._did_swap_in_out_features else delta.T
-
-    def for_every_expert(self, factor: str, shared: Tensor) -> Tensor:
-        """Return lora_A or lora_B, or a tensor of that shape, in PEFT's layout, on the host."""
-        if factor == "lora_A":
-            return shared.cpu().repeat(self.experts, 1)
-        return shared.cpu().repeat_interleave(self.experts, dim=1)
-
-    def for_all_experts(self, factor: str, published: Tensor) -> Tensor:
-        """Return the single factor from PEFT's layout: the reverse of `for_every_expert`.
-
-        Raises: ConfigError if the experts' factors differ.
-        """
-        experts = self.experts
-        if factor == "lora_A":
-            by_expert = published.unflatten(0, (experts, -1))
-        else:
-            by_expert = published.unflatten(1, (-1, experts)).movedim(-1, 0)
-        if not torch.equal(by_expert, by_expert[:1].expand_as(by_expert)):
-            raise ConfigError(
-                f"tuning.lora.experts=shared: the adapter has a different {factor} of "
-                f"{self.parameter_name} for each expert; set TUNING_LORA_EXPERTS=per_expert"
-            )
-        return by_expert[0]
 
 
 def wrap_shared(model: PeftModel, adapter: str, weight: ExpertWeight) -> None:

@@ -12,6 +12,7 @@ from bitsandbytes.nn import Linear4bit, Params4bit
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from sft_kernels.attention.forward import keep_soft_caps
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault, first_line
@@ -20,8 +21,7 @@ from sft_play.models.architecture import empty_model, replace_tensors
 from sft_play.models.base_files import VocabularyGrowth, grow_config, read_config
 from sft_play.models.bnb import ExpertQuantizer, pack_4bit
 from sft_play.models.experts import expert_weights
-from sft_play.models.fast.attention.forward import keep_soft_caps
-from sft_play.models.float8.linear import float8_on_meta
+from sft_play.models.float8 import float8_on_meta
 from sft_play.models.load import attention_option, weight_dtype
 from sft_play.plan.config_json import known_model
 from sft_play.plan.counting import grown_vocabulary

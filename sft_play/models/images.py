@@ -8,12 +8,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from sft_kernels.setup import base_model_of
+from sft_kernels.sharded import run_within
 from sft_play.config.schema import Config
 from sft_play.data.collate import ImageInputs
 from sft_play.data.processor import Processor
 from sft_play.models.architecture import empty_twin, encoders_of
-from sft_play.models.fast.setup import base_model_of
-from sft_play.models.sharding import run_within
 
 ROPE_INDEX = "get_rope_index"  # transformers' method if positions have three axes
 # transformers' name for the function that numbers the images whose tokens see each other

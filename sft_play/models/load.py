@@ -19,6 +19,8 @@ from transformers import (
 )
 from transformers.generation import configuration_utils as generation_file
 
+from sft_kernels.attention.forward import keep_soft_caps
+from sft_kernels.float8.linear import has_float8
 from sft_kernels.linear_attention import bind_by_device
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config
@@ -36,16 +38,11 @@ from sft_play.models.base_files import (
 from sft_play.models.bnb import packing_experts
 from sft_play.models.delivered import deliver, deliver_adapters
 from sft_play.models.export import savable_generation_config
-from sft_play.models.fast.attention.forward import keep_soft_caps
-from sft_play.models.fast.install import install_fused_kernels
-from sft_play.models.fast.proof import ProofStore
-from sft_play.models.float8.linear import (
-    has_float8,
-    leave_to_each_rank,
-    quantizing_to_float8,
-)
+from sft_play.models.fast import install_fused_kernels
+from sft_play.models.float8 import leave_to_each_rank, quantizing_to_float8
 from sft_play.models.images import keep_encoders_in_their_type
 from sft_play.models.positions import keep_angles_exact, refuse_longer_rows, with_stretched_rope
+from sft_play.models.proofs import ProofStore
 from sft_play.models.stored_weights import one_tensor_at_a_time
 from sft_play.plan.base_model import require_base
 from sft_play.plan.stored_as import StoredAs, keeps_mxfp4

@@ -10,13 +10,13 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from sft_kernels.float8.linear import has_float8, refuse_merging
 from sft_play.config.schema import Config, LoraSection
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError
 from sft_play.models import expert_adapters
 from sft_play.models.architecture import text_modules
 from sft_play.models.experts import is_named, linear_names
-from sft_play.models.float8.linear import has_float8, refuse_merging
 
 
 def add_adapters(

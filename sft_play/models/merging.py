@@ -23,6 +23,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
+from sft_kernels.float8.quantize import quantize_weight, why_not_quantized
+from sft_kernels.float8.rows import FLOAT8
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models import bnb
@@ -39,9 +41,7 @@ from sft_play.models.base_files import (
 from sft_play.models.bnb import pack_4bit, packed_names, unpack_4bit
 from sft_play.models.expert_adapters import load_frozen_adapter
 from sft_play.models.experts import expert_weights
-from sft_play.models.float8.linear import float8_candidates
-from sft_play.models.float8.quantize import quantize_weight, why_not_quantized
-from sft_play.models.float8.rows import FLOAT8
+from sft_play.models.float8 import float8_candidates
 from sft_play.models.load import config_to_load, load_base
 from sft_play.models.shards import InFile, ShardWriter
 from sft_play.models.stored_weights import Stored

@@ -15,11 +15,12 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from sft_kernels.modules import decoder_of
+from sft_kernels.sharded import outermost_layers
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
-from sft_play.models.architecture import decoder_layers, decoder_of, empty_model
-from sft_play.models.sharding import outermost_layers
+from sft_play.models.architecture import decoder_layers, empty_model
 from sft_play.plan.placement import count_layers
 from sft_play.process import Process
 

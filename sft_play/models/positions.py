@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from sft_kernels.sharded import run_within
 from sft_play.config.schema import Config, ModelSection
 from sft_play.errors import ConfigError, DataError
 from sft_play.models.base_files import stored_config
-from sft_play.models.sharding import run_within
 from sft_play.plan.config_json import stretch
 from sft_play.runs.files import read_json, write_json
 

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from sft_kernels.install import fused_kernels_of
+from sft_kernels.loss.head import fused_nll, is_loss_fused, summed_nll
+from sft_kernels.loss.tokens import LossTokens
 from sft_play.config.schema import Config
-from sft_play.data.batch import LossTokens
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.models.fast.install import fused_kernels_of
-from sft_play.models.fast.loss.head import fused_nll, is_loss_fused, summed_nll
 from sft_play.models.parameters import adapter_parameters, iter_base_tensors
 from sft_play.plan.ranks import config_precision
 from sft_play.plan.traced import TracedSize

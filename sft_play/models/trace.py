@@ -24,7 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from transformers import PreTrainedModel, masking_utils
 
+from sft_kernels.attention.reference import AllocatedFlashAttention
+from sft_kernels.install import FusedKernels
 from sft_kernels.needs import MIN_CAPABILITY
+from sft_kernels.setup import Gradients, to_compute_dtype
 from sft_kernels.triton_kernels import tracing_gpu
 from sft_play.config.schema import Config
 from sft_play.errors import first_line
@@ -34,9 +37,7 @@ from sft_play.models.fake_model import (
     materialize,
     quantize_and_adapt,
 )
-from sft_play.models.fast.attention.reference import AllocatedFlashAttention
-from sft_play.models.fast.install import FusedKernels, install_fused_kernels
-from sft_play.models.fast.setup import Gradients, to_compute_dtype
+from sft_play.models.fast import install_fused_kernels
 from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
 from sft_play.models.stored_weights import replaced
 from sft_play.models.structure import UNBUILDABLE

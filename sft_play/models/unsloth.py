@@ -93,8 +93,8 @@ def _install_kernels(model: "PreTrainedModel", takes_packed: bool) -> None:
     which a fifth is labeled, SFT-Play's loss trains 91.9k tokens/s on an H200. Unsloth's trains
     82.4k.
     """
-    from sft_play.models.fast.install import FusedKernels, record_fused_kernels
-    from sft_play.models.fast.loss.head import fuse_loss, why_loss_not_fusable
+    from sft_kernels.install import FusedKernels, record_fused_kernels
+    from sft_kernels.loss.head import fuse_loss, why_loss_not_fusable
 
     on = {"kernels of Unsloth": 1}
     off = {}

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from sft_kernels.modules import ATTRIBUTE
 from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
 from sft_play.models.sharding import move_unsharded
@@ -80,7 +81,6 @@ def _unpin(address: int) -> None:
 BUFFERS = 2
 ALIGNMENT = 256  # bytes, as in the allocator's memory, so that the same kernels are chosen
 MIN_BYTES = 1024  # smaller tensors stay on the GPU
-ATTRIBUTE = "offloaded_layers"  # of the base model
 
 
 class OffloadedLayers:
@@ -211,13 +211,6 @@ def offload_layers(model: nn.Module, base: PreTrainedModel, process: Process, co
     kept = [*getattr(model, "_ddp_params_and_buffers_to_ignore", ())]
     kept += [name for name, weight in model.named_parameters() if weight in moved]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, kept)
-
-
-def bring_layer_of(module: nn.Module, base: nn.Module) -> None:
-    """Copy the weights of a module's layer to the GPU, to run the module by itself."""
-    offloaded: OffloadedLayers | None = vars(base).get(ATTRIBUTE)
-    if offloaded is not None:
-        offloaded.bring(module)
 
 
 def leaving_on_host(process: Process, count: int) -> contextlib.AbstractContextManager[None]:

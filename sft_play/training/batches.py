@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from sft_play.data.batch import Batch
 from sft_play.data.collate import TokenSequence
+from sft_play.models.context import ContextGroup, RowPart
 from sft_play.models.experts import BALANCE
-from sft_play.models.fast.context import ContextGroup, RowPart
-from sft_play.models.fast.loss.head import sum_nll
 from sft_play.models.images import trained_encoder_weights
+from sft_play.models.loss import sum_nll
 from sft_play.training.experts import RouterLoss
 
 

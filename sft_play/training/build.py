@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from torch import nn
 from transformers import PreTrainedTokenizerBase, TrainingArguments, set_seed
 
+from sft_kernels.install import fused_kernels_of
+from sft_kernels.loss.head import is_loss_fused
 from sft_play.data.assemble import RunData
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.order import StepSampler
@@ -13,11 +15,9 @@ from sft_play.data.store import Split
 from sft_play.data.trees import Units
 from sft_play.errors import ConfigError
 from sft_play.evaluation.evaluator import Evaluator
+from sft_play.models.context import ContextGroup, context_group
 from sft_play.models.embedding_noise import EmbeddingNoise
 from sft_play.models.export import stops_of, trained_stops
-from sft_play.models.fast.context import ContextGroup, context_group
-from sft_play.models.fast.install import fused_kernels_of
-from sft_play.models.fast.loss.head import is_loss_fused
 from sft_play.models.images import image_inputs_of
 from sft_play.plan.needs import needs_boundaries
 from sft_play.plan.run_plan import RunPlan

@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sft_kernels.modules import bring_layer_of
+from sft_kernels.setup import base_model_of
+from sft_kernels.sharded import is_sharded
 from sft_kernels.trees import Branch
 from sft_play.data.batch import Batch
 from sft_play.data.collate import TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample, Split
 from sft_play.errors import EnvironmentFault, ExitClass, first_line
-from sft_play.models.fast.setup import base_model_of
-from sft_play.models.sharding import is_sharded, reshard
-from sft_play.models.weight_offloading import bring_layer_of
+from sft_play.models.sharding import reshard
 from sft_play.plan.probe_fit import ProbePoint
 from sft_play.plan.step import Layout
 from sft_play.training.batches import collate_for_step

@@ -30,15 +30,16 @@ from transformers import (
 from transformers.integrations import deepspeed_init
 from transformers.trainer_utils import SchedulerType
 
+from sft_kernels.expert_modules import ranks_of_experts
+from sft_kernels.loss.head import read_loss_last
+from sft_kernels.sharded import is_sharded
 from sft_play.config.schedules import options_of
 from sft_play.config.schema import Config
 from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of
-from sft_play.models.experts import ranks_of_experts
-from sft_play.models.fast.loss.head import read_loss_last
 from sft_play.models.images import trained_encoder_weights
 from sft_play.models.optimizers import Muon, hidden_matrices
-from sft_play.models.sharding import is_sharded, trains_sharded
+from sft_play.models.sharding import trains_sharded
 from sft_play.plan.workload import schedule_warning
 from sft_play.process import Process
 from sft_play.training.memory import innermost

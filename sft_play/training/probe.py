@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
+from sft_kernels.install import fused_kernels_of
 from sft_play.data.order import fullest_step, padding
 from sft_play.errors import OutOfMemory
 from sft_play.evaluation.evaluator import Evaluator
-from sft_play.models.fast.install import fused_kernels_of
 from sft_play.plan import batch, next_command, probe_fit
 from sft_play.plan.memory import GIB, StepBytes, evaluation_rows, step_bytes
 from sft_play.plan.probe_fit import MeasuredFit, ProbePoint, ProbeReport

@@ -16,7 +16,7 @@ from accelerate import PartialState
 
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
-from sft_play.models.fast.proof import ProofStore
+from sft_play.models.proofs import ProofStore
 from sft_play.plan.ranks import Ranks, config_precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.process import DTYPES, Process

@@ -7,12 +7,12 @@ from dataclasses import replace
 from torch import nn
 from transformers import TrainingArguments
 
+from sft_kernels.install import fused_kernels_of
 from sft_play.data.assemble import RunData
 from sft_play.data.collate import PackCollator
 from sft_play.data.pipeline import counted_run
 from sft_play.errors import ConfigError
 from sft_play.models.experts import BALANCE
-from sft_play.models.fast.install import fused_kernels_of
 from sft_play.training.context import RunContext
 from sft_play.training.isolation import LENGTHS, measure_cross_document
 from sft_play.training.recorder import RunRecorder

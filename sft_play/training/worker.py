@@ -12,13 +12,13 @@ from pathlib import Path
 from transformers import PreTrainedModel, set_seed
 from transformers.utils import logging as hf_logging
 
+from sft_kernels.install import fused_kernels_of
+from sft_kernels.linears.lora import copy_adapters_at_once
 from sft_play.data.assemble import DataFacts, RunData, assemble
 from sft_play.data.splits import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ExitClass
 from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator
-from sft_play.models.fast.install import fused_kernels_of
-from sft_play.models.fast.linears.lora import copy_adapters_at_once
 from sft_play.models.load import WeightPlaces, load_model
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.next_command import resume_command
