@@ -93,7 +93,7 @@ ELSEWHERE = {
     "gradient_checkpointing": "plan.batch, models.checkpointing",
     "activation_offloading": "plan.inputs, models.checkpointing",
     "weight_offloading": "plan.weight_offloading, models.weight_offloading",
-    "context_parallel": "plan.context, data.collate, models.fast.attention.ulysses",
+    "context_parallel": "plan.context, data.collate, models.context",
     "router_aux_loss_coef": "training.experts",
     "fast_path": "models.load",
     "share_prefixes": "data.pipeline, training.sharing",

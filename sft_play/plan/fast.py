@@ -1,6 +1,6 @@
 """Which parts of a run use fused kernels, and why the others do not.
 
-`models.fast` decides from the modules of the loaded model. For models like Llama, whose steps are
+`sft_kernels` decides from the modules of the loaded model. For models like Llama, whose steps are
 planned in closed form, the rules here predict its result before the model is loaded.
 tests/test_models_adapters.py compares both. No torch.
 """
