@@ -66,8 +66,8 @@ def base_model(args: argparse.Namespace, base: str) -> PreTrainedModel:
     """Return a base as a run evaluates it."""
     import torch
 
+    from sft_kernels.process import Process
     from sft_play.models.load import load_base
-    from sft_play.process import Process
 
     process = Process.alone(torch.device("cpu"), torch.float32)
     if torch.cuda.is_available():

@@ -27,7 +27,7 @@ from benchmarks.workloads import BaseModel
 if TYPE_CHECKING:
     import torch
 
-    from sft_play.process import Process
+    from sft_kernels.process import Process
 
 ROW_TOKENS = 2048
 SHAPE = "meta-llama/Llama-3.1-8B"
@@ -55,8 +55,8 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
 
     from sft_kernels.loss.head import fused_nll
     from sft_kernels.loss.tokens import LossTokens
+    from sft_kernels.process import Process
     from sft_kernels.setup import base_model_of
-    from sft_play.process import Process
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process.alone(device, torch.bfloat16)

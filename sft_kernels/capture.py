@@ -21,7 +21,7 @@ from sft_kernels.documents import Documents
 from sft_kernels.expert_modules import find_experts, true_shape
 from sft_kernels.modules import decoder_of
 from sft_kernels.packed import watch_documents
-from sft_kernels.ranks import Ranks
+from sft_kernels.process import Process
 from sft_kernels.sharded import device_of
 
 Kind = int  # the number of a kind of modules
@@ -134,7 +134,7 @@ def _config_of_layer(module: nn.Module, config: PretrainedConfig) -> tuple[Any, 
 
 def capture(
     base: PreTrainedModel,
-    process: Ranks,
+    process: Process,
     longest_row: int | None = None,
     names_documents: bool = False,
 ) -> ProofInputs:

@@ -9,8 +9,8 @@ needs a copy of all experts.
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -45,16 +45,18 @@ class FusedKernels:
     on: dict[str, int]  # part: number of modules
     off: dict[str, str]  # part: why it is not fused
     in_one_row: bool = False  # documents may share one row: no module counts its tokens
-
-    @property
-    def has_mixers(self) -> bool:
-        """Return whether modules reset their state at each document of a packed batch."""
-        return MIXERS in self.on
+    # the largest difference that each proof found, relative to the largest number
+    proofs: dict[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def reads_boundaries(self) -> bool:
         """Return whether packed batches should have document boundaries."""
-        return "attention" in self.on or self.has_mixers
+        return "attention" in self.on or MIXERS in self.on
+
+    def __str__(self) -> str:
+        """Return the log line, and a line for each proof."""
+        proofs = [f"{name}: differs by {error:.1e}" for name, error in self.proofs.items()]
+        return "\n".join([self.line(), *proofs])
 
     def line(self) -> str:
         """Return the log line."""
@@ -63,20 +65,11 @@ class FusedKernels:
         return f"fast path: {on}{off}"
 
 
-class Proofs(Protocol):
-    """Proofs of earlier starts, and where new ones are written."""
-
-    def take(self, setup: TrainingSetup) -> None:
-        """Add earlier proofs to a setup. Every rank must call it."""
-
-    def write(self, setup: TrainingSetup) -> None:
-        """Write the new proofs of a setup. Every rank must call it."""
-
-
-def fuse_model(setup: TrainingSetup, proofs: Proofs | None = None) -> FusedKernels:
+def install_kernels(setup: TrainingSetup, proofs: Any = None) -> FusedKernels:
     """Fuse and log every part of a model whose fused result is the same; return the parts.
 
-    Parts include their adapters.
+    Parts include their adapters. `proofs` stores those of earlier starts: every rank calls its
+    `take(setup)` before parts are proved, and `write(setup)` after.
     """
     with _gathering(setup):
         kernels = _install_parts(setup, proofs)
@@ -105,7 +98,7 @@ def _gathering(setup: TrainingSetup) -> Iterator[None]:
         yield
 
 
-def _install_parts(setup: TrainingSetup, proofs: Proofs | None) -> FusedKernels:
+def _install_parts(setup: TrainingSetup, proofs: Any) -> FusedKernels:
     """Install each part that passes its proof; return the fused parts.
 
     A part is compared with the model's original implementation. Mixers reset their state at each
@@ -147,7 +140,7 @@ def _install_parts(setup: TrainingSetup, proofs: Proofs | None) -> FusedKernels:
     if proofs is not None:
         proofs.write(setup)
     in_one_row = "attention" in on and not reads_rows(setup.decoder)
-    return FusedKernels(_in_order(on), _in_order(off), in_one_row)
+    return FusedKernels(_in_order(on), _in_order(off), in_one_row, setup.newly_proved)
 
 
 def _gather_with_layers(setup: TrainingSetup) -> None:

@@ -31,7 +31,7 @@ from sft_kernels.capture import (
 from sft_kernels.expert_modules import ranks_of_experts
 from sft_kernels.float8.linear import has_float8
 from sft_kernels.packed import forward_by_document
-from sft_kernels.ranks import Ranks
+from sft_kernels.process import Process
 from sft_kernels.recognize import MISMATCH_ERRORS
 from sft_kernels.setup import TrainingSetup
 from sft_kernels.trial import (
@@ -204,7 +204,7 @@ def prove(
     return setup.without_reason({module: reasons[kinds[module]] for module in modules})
 
 
-def of_any_rank(module: nn.Module, process: Ranks, where: str | None) -> str | None:
+def of_any_rank(module: nn.Module, process: Process, where: str | None) -> str | None:
     """Return where a proof finds a difference, on any rank if ranks share the module's experts.
 
     Such ranks run the module together, so all of them must handle a difference the same way.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from sft_kernels import partitioned
 from sft_kernels.capture import ProofInputs, capture
 from sft_kernels.modules import bring_layer_of, decoder_of
-from sft_kernels.ranks import Ranks
+from sft_kernels.process import Process
 from sft_kernels.sharded import gathered_unit, units_by_module
 
 # What the backward pass of an autograd function returns: None for inputs without a gradient
@@ -33,7 +33,7 @@ class TrainingSetup:
     """A model to install kernels on, and how it will be trained."""
 
     model: PreTrainedModel | PeftModel
-    process: Ranks
+    process: Process
     zero_stage: int = 0  # of DeepSpeed; 0 without it
     is_full: bool = False  # every weight is trained; otherwise the base is frozen
     is_quantized: bool = False  # the base is in 4 bits

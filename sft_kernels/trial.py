@@ -37,7 +37,7 @@ from sft_kernels.expert_modules import (
 from sft_kernels.float8.linear import Float8Linear
 from sft_kernels.linears import four_bit
 from sft_kernels.needs import PROVEN_EXPERTS
-from sft_kernels.ranks import Ranks
+from sft_kernels.process import Process
 from sft_kernels.recognize import MISMATCH_ERRORS
 from sft_kernels.sharded import shallow_copy
 
@@ -181,7 +181,7 @@ class Trial:
 
     module: nn.Module
     call: ForwardCall
-    process: Ranks
+    process: Process
     mixes_tokens: bool
     has_gradients: bool = True  # False: only outputs are compared
 

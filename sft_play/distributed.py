@@ -23,7 +23,7 @@ from sft_play.training.memory_lines import MeasuredSpeed, lines_after, lines_bef
 if TYPE_CHECKING:
     import torch
 
-    from sft_play.process import Process
+    from sft_kernels.process import Process
 
 # Printed by print_distributed_info if they are set; none of them is a secret
 SHOWN_VARIABLES = (
@@ -254,7 +254,7 @@ def _has_group() -> bool:
 
 def _process() -> "Process":
     """Return this process with its collectives."""
-    from sft_play.process import Process
+    from sft_kernels.process import Process
 
     here = context()
     return Process(get_rank(), here.local_process_index, get_world_size(), _device(here))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from sft_kernels.attention.forward import keep_soft_caps
 from sft_kernels.install import fused_kernels_of
+from sft_kernels.process import Process
 from sft_kernels.setup import base_model_of
 from sft_play.config.schema import Config
 from sft_play.data.batch import Batch
@@ -28,7 +29,6 @@ from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.fast import install_fused_kernels
 from sft_play.models.lora import add_adapters
 from sft_play.models.loss import sum_nll
-from sft_play.process import Process
 
 CPU = torch.device("cpu")
 # Longer than the sliding windows of the tiny models, and no multiple of a chunk of their mixers

@@ -483,11 +483,11 @@ def build_loop() -> Callable:
     import torch
     from transformers import set_seed
 
+    from sft_kernels.process import Process
     from sft_play.data.assemble import DataFacts, assemble
     from sft_play.data.tokenizer import load_tokenizer
     from sft_play.models.load import load_model
     from sft_play.plan.run_plan import PlannedRun
-    from sft_play.process import Process
     from sft_play.training.arguments import training_arguments
     from sft_play.training.build import build_loop
     from sft_play.training.context import RunContext

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sft_play.process import Process
+from sft_kernels.process import Process
 from sft_play.training.memory import MemoryMeter
 
 GIB = 2**30

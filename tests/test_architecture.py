@@ -19,7 +19,6 @@ ALLOWED_IMPORTS = """notebook_converter:
 sft_kernels:
 errors:
 masking:
-process:
 process_id:
 timeline:
 reading:
@@ -31,14 +30,14 @@ runs: errors timeline process_id config
 plan: errors stops config runs sft_kernels
 data: errors reading stops progress http_client config runs plan sft_kernels
 reporting: errors timeline progress config runs plan data
-models: errors timeline process progress config runs plan data sft_kernels
-evaluation: stops errors timeline process progress config runs plan data reporting models
+models: errors timeline progress config runs plan data sft_kernels
+evaluation: stops errors timeline progress config runs plan data reporting models
   sft_kernels
-training: errors timeline masking stops process process_id progress config runs plan data
+training: errors timeline masking stops process_id progress config runs plan data
   reporting models evaluation sft_kernels
-distributed: errors process config runs plan training
+distributed: errors config runs plan training sft_kernels
 compat: errors config distributed
-inference: errors masking stops process progress config runs plan data reporting models evaluation
+inference: errors masking stops progress config runs plan data reporting models evaluation
   sft_kernels
 monitor: errors process_id progress http_client config runs plan reporting
 commands: errors timeline masking reading http_client stops progress config runs plan data reporting
@@ -68,7 +67,7 @@ START_PROCESSES = {
     "commands/early.py",
     "plan/devices.py",
     "plan/counting.py",
-    "runs/seal.py",  # threads of concurrent.futures, no process
+    "runs/seal.py",  # threads of concurrent.futures, no
     "monitor/",
     "data/tokenize.py",
     "data/limits.py",

@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_kernels.loss.head import fused_nll
 from sft_kernels.loss.tokens import labelled
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.data.chunk_tokenizer import ChunkTokenizer
 from sft_play.data.files import read_chunks
 from sft_play.data.sources import find_sources
 from sft_play.models.fast import install_fused_kernels
-from sft_play.process import Process
 
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
 # Python tokens without comments and docstrings; "." is what lies in no package

@@ -13,12 +13,12 @@ from tiny_models import tiny_model
 from torch import distributed
 
 from sft_kernels.install import fused_kernels_of
+from sft_kernels.process import Process
 from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models.context import ContextGroup, RowPart, context_group
 from sft_play.models.loss import sum_nll
-from sft_play.process import Process
 from sft_play.training.batches import collate_for_step
 
 # Of documents: some begin, some end and some lie across where a row of 64 or 72 tokens is cut

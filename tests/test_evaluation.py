@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from sft_kernels.loss.head import fuse_loss, summed_nll
 from sft_kernels.modules import decoder_of
+from sft_kernels.process import Process
 from sft_play.config.schema import Config, TrainSection
 from sft_play.data.render import IGNORE_INDEX, RenderedSample, render_prompt
 from sft_play.data.row_hashes import RowHashes
@@ -42,7 +43,6 @@ from sft_play.evaluation.rouge import UnicodeTokenizer
 from sft_play.evaluation.scores import rouge
 from sft_play.models.fast import install_fused_kernels
 from sft_play.plan.run_plan import read_plan
-from sft_play.process import Process
 from sft_play.progress import Stage
 from sft_play.training.callbacks import EvalSpeedCallback
 

@@ -12,13 +12,13 @@ from record_files import write_rows
 from run_files import run_json
 from transformers import AutoModelForCausalLM
 
+from sft_kernels.process import Process
 from sft_play.config.metrics import find_metric_problems
 from sft_play.config.schema import Config
 from sft_play.data.cache import TokenizedSource, name_sources
 from sft_play.data.pipeline import build_run_data
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.plan.sources import resolved
-from sft_play.process import Process
 from sft_play.reporting.charts import history_charts
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.folder import RunFolder

@@ -20,13 +20,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
 from sft_kernels.loss.head import summed_nll
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of, published_state
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import WeightPlaces, load_model
-from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow

@@ -23,6 +23,7 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
+from sft_kernels.process import Process
 from sft_play import cli
 from sft_play.commands import exports as export_commands
 from sft_play.commands.check_server import (
@@ -43,7 +44,6 @@ from sft_play.inference.load import TrainedModel
 from sft_play.inference.merge import what_vllm_does_not_serve
 from sft_play.models.export import plain_template, write_for_older_readers
 from sft_play.plan.launch import free_port
-from sft_play.process import Process
 from sft_play.runs import exports, seal
 from sft_play.runs.exports import ExportAsked
 from sft_play.runs.files import read_json, write_json

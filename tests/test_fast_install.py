@@ -28,6 +28,7 @@ from sft_kernels.attention.install import counts_tokens, reads_rows
 from sft_kernels.install import FusedKernels, fused_kernels_of
 from sft_kernels.loss.head import summed_nll
 from sft_kernels.modules import decoder_of
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
@@ -36,7 +37,6 @@ from sft_play.models import lora
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast import install_fused_kernels
 from sft_play.plan.model_shape import LLAMA_LIKE
-from sft_play.process import Process
 from sft_play.training.isolation import measure_cross_document
 
 CPU = torch.device("cpu")

@@ -28,13 +28,13 @@ from sft_kernels.mixers.install import (
 from sft_kernels.norms import install as norms_install
 from sft_kernels.norms.residual import epsilon
 from sft_kernels.packed import UNMASKED
+from sft_kernels.process import Process
 from sft_kernels.setup import TrainingSetup, Unsupported, is_fused
 from sft_kernels.trees import Branch
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models import fast
-from sft_play.process import Process
 
 # A gated delta rule, a short convolution, Mamba 2 and Mamba
 MIXERS = ("qwen3_next", "lfm2", "bamba", "jamba")

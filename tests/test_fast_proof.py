@@ -18,6 +18,7 @@ from sft_kernels.capture import ForwardCall
 from sft_kernels.install import FusedKernels
 from sft_kernels.linears import mlp as linear_install
 from sft_kernels.norms import residual
+from sft_kernels.process import Process
 from sft_kernels.proof import prove
 from sft_kernels.recognize import (
     AttentionKind,
@@ -33,7 +34,6 @@ from sft_play.models import fast
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.fast import install_fused_kernels
 from sft_play.models.trace import fake_kernels
-from sft_play.process import Process
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = Config.model_validate({"tuning": {"lora": {"dropout": 0.0}}})

@@ -19,13 +19,13 @@ from torch import distributed
 
 from sft_kernels.install import FusedKernels, fused_kernels_of
 from sft_kernels.linears import mlp
+from sft_kernels.process import Process
 from sft_play import timeline
 from sft_play.config.schema import Config
 from sft_play.models import proofs as proofs_module
 from sft_play.models.fast import install_fused_kernels
 from sft_play.models.proofs import ProofStore
 from sft_play.plan import counting
-from sft_play.process import Process
 
 CONFIG = Config.model_validate({"tuning": {"lora": {"dropout": 0.0}}})
 ALONE = Process.alone(torch.device("cpu"))

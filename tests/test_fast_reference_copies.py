@@ -16,12 +16,12 @@ from sft_kernels.capture import ForwardCall
 from sft_kernels.expert_modules import find_experts, unwrap
 from sft_kernels.experts import function, install
 from sft_kernels.install import FusedKernels
+from sft_kernels.process import Process
 from sft_kernels.trial import Trial, TrialPart, own_code, relative_error
 from sft_play.config.schema import Config
 from sft_play.models.bnb import unpack_with_adapter
 from sft_play.models.experts import expert_weights
 from sft_play.models.fast import install_fused_kernels
-from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
 EXPERTS, FEW, TOKENS = 6, 4, 40

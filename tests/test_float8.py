@@ -11,12 +11,12 @@ from sft_kernels.float8 import quantize as products
 from sft_kernels.float8.linear import Float8Linear, is_float8
 from sft_kernels.float8.quantize import quantize, quantize_weight, why_not_quantized
 from sft_kernels.float8.rows import FLOAT8, LARGEST
+from sft_kernels.process import Process
 from sft_kernels.trial import float32_copy
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models.float8 import quantizing_to_float8
 from sft_play.models.load import load_base, load_model
-from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
 CPU_BF16 = Process.alone(torch.device("cpu"), torch.bfloat16)

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
+from sft_kernels.process import Process
 from sft_kernels.sharded import outermost_layers
 from sft_play.config.schema import Config
 from sft_play.models.bnb import storage_type
-from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 
 pytestmark = pytest.mark.slow

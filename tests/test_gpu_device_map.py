@@ -107,9 +107,9 @@ def test_two_gpus_train_what_one_trains(
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_weights_are_balanced_and_gradients_stay_on_their_gpus(base_of, model_type: str) -> None:
+    from sft_kernels.process import Process
     from sft_play.config.schema import Config
     from sft_play.models.load import load_model
-    from sft_play.process import Process
 
     config = Config.model_validate(
         {

@@ -11,10 +11,10 @@ from test_fast_residual import GEMMA, LLAMA
 
 from sft_kernels.install import FusedKernels, fused_kernels_of
 from sft_kernels.norms.residual import ReferenceNorms, TritonNorms
+from sft_kernels.process import Process
 from sft_play.data.batch import Batch
 from sft_play.models.fast import install_fused_kernels
 from sft_play.models.loss import sum_nll
-from sft_play.process import Process
 
 pytestmark = pytest.mark.gpu
 SIZES = {

@@ -8,9 +8,9 @@ from sft_kernels.float8.linear import Float8Linear
 from sft_kernels.float8.quantize import quantize, quantize_reference, quantize_weight
 from sft_kernels.float8.rows import FLOAT8, Quantized
 from sft_kernels.needs import FLOAT8_CAPABILITY
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.models.load import load_model
-from sft_play.process import Process
 
 
 def has_float8() -> bool:

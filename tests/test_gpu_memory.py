@@ -12,6 +12,7 @@ from run_files import run_json
 from test_gpu_stalls import GPU, Watch, trainer_on_gpu, watch  # noqa: F401 (a fixture)
 from test_out_of_memory import check_both_ended, write_faulty
 
+from sft_kernels.process import Process
 from sft_play.commands import call as calls
 from sft_play.commands import train as training
 from sft_play.config.invocation import Invocation
@@ -19,7 +20,6 @@ from sft_play.data.pipeline import tokenize_run
 from sft_play.plan import launch
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
-from sft_play.process import Process
 from sft_play.runs.resumed import AskedRun
 from sft_play.training.memory import MemoryMeter, components
 

@@ -188,8 +188,8 @@ def test_less_memory_means_smaller_steps_and_the_same_losses(probed_run, base, l
 
 
 def test_a_gpu_counts_what_a_rehearsal_takes_and_gives_it_back(base, plan_run, build_loop):
+    from sft_kernels.process import Process
     from sft_play.plan.step import Layout
-    from sft_play.process import Process
     from sft_play.training.dry_run import DryRun, digest
     from sft_play.training.memory import MemoryMeter
 

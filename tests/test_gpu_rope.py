@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.models.load import load_base
-from sft_play.process import Process
 from sft_play.training.runtime import allow_tf32
 
 pytestmark = pytest.mark.gpu

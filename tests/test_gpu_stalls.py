@@ -12,13 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from sft_kernels.install import fused_kernels_of
 from sft_kernels.loss.linear_cross_entropy import fused_linear_cross_entropy
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, PadCollator
 from sft_play.data.order import StepSampler, fullest_step
 from sft_play.models import lora
 from sft_play.models.fast import install_fused_kernels
 from sft_play.plan.step import Layout
-from sft_play.process import Process
 from sft_play.training.loop import TrainingLoop
 
 pytestmark = pytest.mark.gpu

@@ -21,6 +21,7 @@ from marks import long
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.data.images import decode
 from sft_play.data.processor import load_processor
@@ -29,7 +30,6 @@ from sft_play.data.rows import IMAGE_MARK, ImageFile, Message, PromptIds, Row
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.generate import Generator
 from sft_play.models.images import image_inputs_of
-from sft_play.process import Process
 
 TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3", *WITH_TORCHVISION)
 TOKENS = 8

@@ -14,13 +14,13 @@ from transformers import AutoTokenizer, core_model_loading
 
 from sft_kernels.loss.head import nll_of_rows, summed_nll
 from sft_kernels.loss.tokens import labelled
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.templates import DEFAULT_TEMPLATE
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.models.load import load_base, load_model, weight_dtype
 from sft_play.models.parameters import count_parameters
-from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
 CPU_BF16 = Process.alone(torch.device("cpu"), torch.bfloat16)

@@ -13,6 +13,7 @@ from traced_steps import traced_point
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from sft_kernels.install import fused_kernels_of
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.inference.load import load_run
 from sft_play.inference.merge import merge_run
@@ -25,7 +26,6 @@ from sft_play.plan.activations import layer_bytes_per_token
 from sft_play.plan.fast import FastSetup, plan_kernels
 from sft_play.plan.step import Adapters
 from sft_play.plan.traced import TracedSize
-from sft_play.process import Process
 from sft_play.training.engine import raise_learning_rate_of_b
 
 CPU = Process.alone(torch.device("cpu"))

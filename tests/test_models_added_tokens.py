@@ -15,6 +15,7 @@ from run_files import run_json
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from sft_kernels.process import Process
 from sft_play.config.loader import load_merged
 from sft_play.config.schema import Config
 from sft_play.data.pipeline import build_run_data
@@ -28,7 +29,6 @@ from sft_play.models.load import load_base, load_model
 from sft_play.models.parameters import count_parameters
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.run_plan import read_plan
-from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
 TOKENS = ["<tool>", "</tool>"]

@@ -13,12 +13,12 @@ from published_models import published_model
 from safetensors.torch import load_file, save_file
 from stored_forms import change_config, change_tensors
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.models import bnb, lora, unsloth
 from sft_play.models.load import load_base, load_model
-from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -17,6 +17,7 @@ from traced_steps import build_on_meta
 
 from sft_kernels.capture import kinds_of
 from sft_kernels.expert_modules import find_experts, packed_weight
+from sft_kernels.process import Process
 from sft_kernels.trial import float32_copy
 from sft_play.config.schema import Config
 from sft_play.models import bnb, lora
@@ -25,7 +26,6 @@ from sft_play.models.experts import expert_weights, routing_linears
 from sft_play.models.load import load_base
 from sft_play.models.merging import Merge, quantized_names
 from sft_play.models.parameters import PackedWeights, count_parameters, packed_weights
-from sft_play.process import Process
 
 CPU = Process.alone(torch.device("cpu"))
 IDS = torch.arange(32)[None] % 50 + 3

@@ -7,11 +7,11 @@ import torch
 from published_models import write_published
 from safetensors.torch import load_file
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.models.base_files import names_in_base
 from sft_play.models.load import load_model
 from sft_play.models.merging import CannotStream, Merge, merge_files, merge_whole
-from sft_play.process import Process
 
 
 def shapes(folder: Path) -> dict[str, torch.Size]:

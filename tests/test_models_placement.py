@@ -14,11 +14,11 @@ from run_files import run_json
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import placement
 from sft_play.models.checkpointing import checkpoint_layers
-from sft_play.process import Process
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

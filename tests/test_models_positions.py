@@ -5,11 +5,11 @@ import torch
 from families import tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sft_kernels.process import Process
 from sft_play.config.schema import TrainSection
 from sft_play.errors import ConfigError, DataError
 from sft_play.evaluation.generate import Generator
 from sft_play.models.positions import learned_positions, refuse_longer_rows
-from sft_play.process import Process
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 320}
 POSITIONS = 24

@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.inference.merge import merge_run
 from sft_play.models import stored_weights
 from sft_play.models.load import load_base
 from sft_play.models.stored_weights import dequantized
-from sft_play.process import Process
 from sft_play.runs.files import read_json
 
 CPU = Process.alone(torch.device("cpu"))

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from sft_kernels.loss.head import summed_nll
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
@@ -34,7 +35,6 @@ from sft_play.data.store import Sample
 from sft_play.errors import ConfigError
 from sft_play.models import bnb
 from sft_play.plan.step import Layout
-from sft_play.process import Process
 from sft_play.training import runtime
 from sft_play.training.batches import StepLoss
 from sft_play.training.best import LossWatch

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from sft_kernels.loss.head import fused_nll
 from sft_kernels.loss.tokens import LossTokens
+from sft_kernels.process import Process
 from sft_play import cli
 from sft_play.config import invocation
 from sft_play.config.loader import PROJECT_ROOT, load_merged
@@ -35,7 +36,6 @@ from sft_play.plan.config_json import known_model
 from sft_play.plan.resolve import resolve_plan
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.traced import TracedSize
-from sft_play.process import Process
 
 NO_CONFIG = str(Path(__file__).parent / "fixtures" / "empty.yaml")
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3")

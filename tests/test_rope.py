@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from sft_kernels.process import Process
 from sft_play.config import loader
 from sft_play.config.schema import ModelSection
 from sft_play.config.sections.model import RopeScalingSection
@@ -16,7 +17,6 @@ from sft_play.inference.merge import merge_run
 from sft_play.models.load import load_base
 from sft_play.models.positions import keep_angles_exact, with_stretched_rope
 from sft_play.plan.config_json import load_positions, positions_of, stretch
-from sft_play.process import Process
 from sft_play.runs import stamp
 
 THETA = {"rope_type": "default", "rope_theta": 10000.0}

@@ -19,6 +19,7 @@ from test_data_template_table import OF_TRL, tokenizer_of
 from test_data_trees import conversation, store_of
 from tiny_models import tiny_model, with_adapters, write_base
 
+from sft_kernels.process import Process
 from sft_kernels.trees import TreeTokens, lay_out
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import ModelSection
@@ -29,7 +30,6 @@ from sft_play.data.splits import find_row_ends
 from sft_play.data.store import Split
 from sft_play.data.trees import Units, find_units
 from sft_play.models.fast import install_fused_kernels
-from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training.batches import StepLoss
 from sft_play.training.isolation import measure_cross_document

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from sft_kernels.expert_modules import find_experts
 from sft_kernels.experts import function as experts_function
 from sft_kernels.experts.install import bind_gate, experts_forward, why_experts_not_fusable
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import lora
 from sft_play.models.adapter_state import as_kept, as_published, load_published, published_state
 from sft_play.models.experts import expert_weights
 from sft_play.models.parameters import count_parameters
-from sft_play.process import Process
 from sft_play.training.experts import untrained_adapters
 
 IDS = torch.arange(32)[None] % 50 + 3

@@ -7,8 +7,8 @@ import pytest
 import torch
 from fake_nvml import NO_DRIVER, card
 
+from sft_kernels.process import Process
 from sft_play.plan.devices import GIB, NvmlUnavailable, sample_gpus
-from sft_play.process import Process
 from sft_play.runs.metrics import GpuSample
 from sft_play.training import observers
 from sft_play.training.callbacks import EvalSpeedCallback

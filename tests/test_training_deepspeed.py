@@ -13,8 +13,8 @@ from namespaces import CONTAINER, ROOT, needs_namespaces
 from rank_processes import train_on_two
 from run_files import plan_json
 
+from sft_kernels.process import Process
 from sft_play.errors import EnvironmentFault
-from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import deepspeed_start
 from sft_play.training.deepspeed_start import compile_cpu_adam, free_lock, free_locks

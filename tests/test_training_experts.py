@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models import lora
 from sft_play.models.experts import BALANCE
-from sft_play.process import Process
 from sft_play.training.experts import (
     ExpertUse,
     RouterLoss,

@@ -13,11 +13,11 @@ from rank_processes import run_two, train_on_two
 from run_files import run_json
 from torch import distributed
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.models.load import load_model
 from sft_play.plan.memory import PHASES
 from sft_play.plan.run_plan import read_plan
-from sft_play.process import Process
 from sft_play.training.loop import TrainingLoop
 from sft_play.training.memory import MemoryMeter, Peaks, components
 

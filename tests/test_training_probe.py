@@ -8,11 +8,11 @@ import pytest
 import torch
 from plan_examples import plan_for
 
+from sft_kernels.process import Process
 from sft_play.config.loader import PROJECT_ROOT
 from sft_play.plan import probe_fit
 from sft_play.plan.memory import step_bytes
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun
-from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training.context import RunContext
 from sft_play.training.memory import MemoryMeter

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rank_processes import start_rank, wait_for
 
+from sft_kernels.process import Process
 from sft_play.plan.launch import free_port
-from sft_play.process import Process
 from sft_play.training import peers, ranks
 from sft_play.training.ranks import RankWatch
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.evaluation.reference import Reference
 from sft_play.evaluation.reopened import Folder, reopen
-from sft_play.process import Process
 from sft_play.runs.report import RunReport
 from sft_play.training import saved_weights
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from sft_kernels.process import Process
 from sft_play.errors import DivergedError
-from sft_play.process import Process
 from sft_play.training.best import LossWatch
 from sft_play.training.guards import WATCHED_STEPS, GradientWatch, WeightChangeCheck
 

@@ -12,9 +12,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from sft_kernels.loss.head import fuse_loss, is_loss_fused
 from sft_kernels.loss.tokens import labelled
+from sft_kernels.process import Process
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
-from sft_play.process import Process
 from sft_play.training import runtime
 from sft_play.training.loop import TrainingLoop
 

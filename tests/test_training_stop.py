@@ -19,11 +19,11 @@ from marks import long
 from rank_processes import start_rank, wait_for
 from run_files import run_json, variables_of
 
+from sft_kernels.process import Process
 from sft_play.config.schema import TrainSection
 from sft_play.errors import OF_PATH, DataError, DivergedError, EnvironmentFault, ExitClass
 from sft_play.plan.launch import free_port
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.stops import REPEAT_SECONDS, STOPPING, StopSignals
 from sft_play.training import stop as stopping

@@ -14,6 +14,7 @@ from torch import nn
 
 from sft_kernels.install import fused_kernels_of
 from sft_kernels.modules import ATTRIBUTE
+from sft_kernels.process import Process
 from sft_kernels.setup import base_model_of
 from sft_play.config.schema import Config
 from sft_play.models import weight_offloading
@@ -22,7 +23,6 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import WeightPlaces, load_model
 from sft_play.models.weight_offloading import CopyStream, chosen_layers
 from sft_play.plan.run_plan import read_plan
-from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 
 LAYERS = 5

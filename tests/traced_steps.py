@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.models.fake_model import build_architecture, quantize_and_adapt
 from sft_play.models.load import load_model
 from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
 from sft_play.models.trace import tracing
 from sft_play.plan.traced import TracedSize
-from sft_play.process import Process
 
 SIZE = TracedSize(3, 24)
 

@@ -18,6 +18,7 @@ import psutil
 import torch
 from transformers import set_seed
 
+from sft_kernels.process import DTYPES, Process
 from sft_kernels.trees import Branch
 from sft_play.data.batch import Batch
 from sft_play.data.collate import TokenSequence
@@ -29,7 +30,6 @@ from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import load_model
 from sft_play.plan.ranks import config_precision
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.process import DTYPES, Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training import runtime
 from sft_play.training.arguments import training_arguments

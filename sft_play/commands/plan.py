@@ -1,7 +1,6 @@
 """`make plan`. Loads no torch."""
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 
 from sft_play.commands.call import (
@@ -19,7 +18,6 @@ from sft_play.plan import launch, next_command, report
 from sft_play.plan.resolve import fastest
 from sft_play.plan.run_plan import PlannedRun, RunPlan
 from sft_play.plan.workload import Workload, workload
-from sft_play.reporting import accuracy
 from sft_play.runs import folder as run_folders
 from sft_play.runs.model_folder import refuse_unsafe_base
 
@@ -43,15 +41,11 @@ def plan_text(call: Call, planned: PlannedRun, as_json: bool) -> str:
     plan = planned.plan
     command = launch.launch_command(plan.ranks, Path("outputs/<run>"), call.environ)
     trained = NO_ROWS if names_no_rows(call) else work_or_reason(planned)
-    output_dir = Path(planned.config.train.output_dir)
-    near = accuracy.of_runs(output_dir, plan.ranks.device, plan.gpu)
     if as_json:
         counts = None if isinstance(trained, str) else trained
-        facts = report.plan_json(plan, command, counts)
-        return as_text({**facts, "accuracy": asdict(near)})
+        return as_text(report.plan_json(plan, command, counts))
     words = next_command.start_command(plan, given_variables(call))
-    lines = report.plan_lines(planned, command, words, trained) + accuracy.accuracy_lines(near)
-    return "\n".join(lines)
+    return "\n".join(report.plan_lines(planned, command, words, trained))
 
 
 def names_no_rows(call: Call) -> bool:

@@ -23,6 +23,7 @@ from sft_kernels.loss.head import (
     nll_of_rows,
 )
 from sft_kernels.loss.tokens import labelled
+from sft_kernels.process import Process
 from sft_play.config.metrics import ALWAYS
 from sft_play.config.schema import TrainSection
 from sft_play.data.batch import Batch
@@ -52,7 +53,6 @@ from sft_play.evaluation.scores import (
 )
 from sft_play.models.context import ContextGroup
 from sft_play.models.sharding import resharding
-from sft_play.process import Process
 from sft_play.progress import Stage, watched_stage
 
 Found = TypeVar("Found")

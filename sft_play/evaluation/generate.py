@@ -30,6 +30,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from sft_kernels.process import Process
 from sft_kernels.setup import base_model_of
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import ImageInputs
@@ -38,7 +39,6 @@ from sft_play.data.rows import ImageFile
 from sft_play.models.positions import room_for_answer
 from sft_play.plan.devices import host_memory
 from sft_play.plan.model_shape import shape_of
-from sft_play.process import Process
 
 logger = logging.getLogger(__name__)
 

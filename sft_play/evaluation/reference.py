@@ -18,13 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from sft_kernels.float8.linear import has_float8
+from sft_kernels.process import Process
 from sft_play.data.collate import ImageInputs
 from sft_play.data.render import IGNORE_INDEX, RenderError, render_prompt, stop_ids
 from sft_play.data.rows import Message
 from sft_play.data.store import Sample, Split
 from sft_play.data.templates import template_messages
 from sft_play.evaluation.plain import IMAGES, Outputs, each_row, scored
-from sft_play.process import Process
 from sft_play.runs.files import Json, share
 
 REFERENCE_FILE = "reference.safetensors"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from sft_kernels.process import DTYPES
 from sft_play.errors import ConfigError
 from sft_play.evaluation.reopened import folder_of_run
 from sft_play.inference.export_gguf import write_gguf
@@ -18,7 +19,6 @@ from sft_play.inference.merge import not_scored, refuse_other_adapter, what_vllm
 from sft_play.models.export import complete_tokenizer
 from sft_play.models.listed_experts import list_experts
 from sft_play.plan.ranks import config_precision
-from sft_play.process import DTYPES
 from sft_play.reporting.base_facts import CAUSAL, BaseFacts
 from sft_play.runs.exports import ADAPTERS, COMPRESSED, ExportAsked
 from sft_play.runs.files import read_json, write_json

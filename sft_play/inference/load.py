@@ -15,6 +15,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrain
 from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as hf_logging
 
+from sft_kernels.process import DTYPES, Process
 from sft_play.config.invocation import SamplingRequest
 from sft_play.config.schema import Config
 from sft_play.data.collate import ImageInputs
@@ -35,7 +36,6 @@ from sft_play.plan.config_json import positions_of
 from sft_play.plan.launch import allocator_defaults
 from sft_play.plan.ranks import config_precision
 from sft_play.plan.run_plan import read_plan
-from sft_play.process import DTYPES, Process
 from sft_play.progress import OWN_LOGGERS
 from sft_play.runs import seal, stamp
 from sft_play.runs.answer_file import FanOutPlace

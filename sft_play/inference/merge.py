@@ -14,6 +14,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
+from sft_kernels.process import DTYPES
 from sft_play.config.schema import Config
 from sft_play.data.render import stop_ids
 from sft_play.data.tokenizer import load_tokenizer
@@ -43,7 +44,6 @@ from sft_play.models.merging import (
     training_quantization,
 )
 from sft_play.plan.ranks import config_precision
-from sft_play.process import DTYPES
 from sft_play.reporting.model_card import card_text
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs import stamp

@@ -26,8 +26,8 @@ from torch.nn import functional
 
 from sft_kernels.documents import Documents
 from sft_kernels.loss.tokens import LossTokens
+from sft_kernels.process import Process
 from sft_play.data.batch import Batch
-from sft_play.process import Process
 
 CUT = ("input_ids", "position_ids")  # (B, T) each
 

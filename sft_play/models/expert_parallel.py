@@ -42,12 +42,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import PreTrainedModel
 
 from sft_kernels.expert_modules import SharedParamWrapper, find_experts, packed_weight, unwrap
+from sft_kernels.process import Process
 from sft_play.errors import ConfigError
 from sft_play.models.adapter_state import ADAPTER, ExpertPart, part_of
 from sft_play.models.experts import expert_weights
 from sft_play.models.stored_weights import changing_model
 from sft_play.plan.strategy import refuse_remainder
-from sft_play.process import Process
 
 NO_EXPERT = -1  # the choice of a row that pads a rank's tokens
 

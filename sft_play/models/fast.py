@@ -3,13 +3,14 @@
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-from sft_kernels.install import FusedKernels, Proofs, fuse_model
+from sft_kernels.install import FusedKernels, install_kernels
+from sft_kernels.process import Process
 from sft_kernels.setup import TrainingSetup, base_model_of
 from sft_play import timeline
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import encoders_of
-from sft_play.process import Process
+from sft_play.models.proofs import ProofStore
 from sft_play.progress import Stage, watched_stage
 
 
@@ -38,7 +39,7 @@ def install_fused_kernels(
     config: Config,
     process: Process,
     zero_stage: int = 0,
-    proofs: Proofs | None = None,
+    proofs: ProofStore | None = None,
 ) -> FusedKernels:
     """Fuse and log every part of a model whose fused result is the same; return the parts.
 
@@ -48,7 +49,7 @@ def install_fused_kernels(
     """
     stage = Stage("checking fused kernels against the model's own code")
     with watched_stage(stage, process.is_main):
-        kernels = fuse_model(setup_of(model, config, process, zero_stage), proofs)
+        kernels = install_kernels(setup_of(model, config, process, zero_stage), proofs)
     if config.train.fast_path is True and not kernels.on:
         reason = next(iter(kernels.off.values()))
         raise ConfigError(f"train.fast_path=true: {reason}; set TRAIN_FAST_PATH=auto")

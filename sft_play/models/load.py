@@ -22,6 +22,7 @@ from transformers.generation import configuration_utils as generation_file
 from sft_kernels.attention.forward import keep_soft_caps
 from sft_kernels.float8.linear import has_float8
 from sft_kernels.linear_attention import bind_by_device
+from sft_kernels.process import Process
 from sft_play.config.loader import environment
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault, first_line
@@ -46,7 +47,6 @@ from sft_play.models.proofs import ProofStore
 from sft_play.models.stored_weights import one_tensor_at_a_time
 from sft_play.plan.base_model import require_base
 from sft_play.plan.stored_as import StoredAs, keeps_mxfp4
-from sft_play.process import Process
 from sft_play.runs.model_folder import refuse_unsafe_base
 
 logger = logging.getLogger(__name__)

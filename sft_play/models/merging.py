@@ -25,6 +25,7 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 
 from sft_kernels.float8.quantize import quantize_weight, why_not_quantized
 from sft_kernels.float8.rows import FLOAT8
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError
 from sft_play.models import bnb
@@ -46,7 +47,6 @@ from sft_play.models.load import config_to_load, load_base
 from sft_play.models.shards import InFile, ShardWriter
 from sft_play.models.stored_weights import Stored
 from sft_play.plan.stored_as import keeps_mxfp4
-from sft_play.process import Process
 
 Quantization = BitsAndBytesConfig | torch.dtype  # of bitsandbytes, or the dtype FLOAT8
 Change = Callable[[Tensor], Tensor]  # of a weight in float32

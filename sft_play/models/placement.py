@@ -16,13 +16,13 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from sft_kernels.modules import decoder_of
+from sft_kernels.process import Process
 from sft_kernels.sharded import outermost_layers
 from sft_play.config.schema import Config
 from sft_play.config.sections.model import MapRule, ModuleDevices
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import decoder_layers, empty_model
 from sft_play.plan.placement import count_layers
-from sft_play.process import Process
 
 DeviceMap = dict[str, torch.device]  # by module name; "" is the full model
 

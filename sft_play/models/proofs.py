@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sft_kernels.ranks import Ranks
+from sft_kernels.process import Process
 from sft_kernels.setup import TrainingSetup
 from sft_play.data.files import digest_files
 from sft_play.plan import counting
@@ -55,7 +55,7 @@ class ProofStore:
     def take(self, setup: TrainingSetup) -> None:
         """Add earlier proofs to a setup, if every rank has them. Every rank must call it.
 
-        Ranks gather sharded weights together, so either all of them prove a kernel or none does.
+        Process gather sharded weights together, so either all of them prove a kernel or none does.
         """
         self.path = self.folder / f"{fingerprint(**facts_of(setup, self.environ))}.json"
         record = self._read()
@@ -123,7 +123,7 @@ def facts_of(setup: TrainingSetup, environ: Mapping[str, str]) -> dict[str, Any]
     }
 
 
-def describe_devices(process: Ranks) -> list[Any]:
+def describe_devices(process: Process) -> list[Any]:
     """Return the driver and the GPU's name and capability, or the name of the CPU."""
     path = DRIVER if process.is_gpu else CPUS
     text = path.read_text(encoding="utf-8") if path.exists() else ""

@@ -34,11 +34,11 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, core_model_loading
 
+from sft_kernels.process import Process
 from sft_kernels.sharded import gathered_unit, is_sharded, outermost_layers, units_by_module
 from sft_play.errors import ConfigError
 from sft_play.models.architecture import encoders_of, replace_tensors
 from sft_play.models.stored_weights import changing_model, changing_weights, replaced
-from sft_play.process import Process
 
 MIN_BYTES = 1024  # the smallest weight worth the constants of each tensor
 PACKED_TYPE = torch.float32  # of the bytes of 4-bit weights: see `bnb.storage_type`

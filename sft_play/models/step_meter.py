@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from sft_kernels.install import fused_kernels_of
 from sft_kernels.loss.head import fused_nll, is_loss_fused, summed_nll
 from sft_kernels.loss.tokens import LossTokens
+from sft_kernels.process import DTYPES
 from sft_play.config.schema import Config
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.parameters import adapter_parameters, iter_base_tensors
 from sft_play.plan.ranks import config_precision
 from sft_play.plan.traced import TracedSize
-from sft_play.process import DTYPES
 
 
 class MemoryTracker(TorchDispatchMode):

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel, masking_utils
 from sft_kernels.attention.reference import AllocatedFlashAttention
 from sft_kernels.install import FusedKernels
 from sft_kernels.needs import MIN_CAPABILITY
+from sft_kernels.process import Process
 from sft_kernels.setup import Gradients, to_compute_dtype
 from sft_kernels.triton_kernels import tracing_gpu
 from sft_play.config.schema import Config
@@ -42,7 +43,6 @@ from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
 from sft_play.models.stored_weights import replaced
 from sft_play.models.structure import UNBUILDABLE
 from sft_play.plan.traced import SIZES, ActivationGrowth, LayersGrowth, TracedSize, TracedStep
-from sft_play.process import Process
 
 torch_attention = functional.scaled_dot_product_attention
 

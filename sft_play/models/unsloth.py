@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sft_kernels.documents import DOCUMENTS
+from sft_kernels.process import Process
 from sft_play.config.backends import UNSLOTH
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
-from sft_play.process import Process
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -28,11 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from sft_kernels.modules import ATTRIBUTE
+from sft_kernels.process import Process
 from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
 from sft_play.models.sharding import move_unsharded
 from sft_play.models.stored_weights import changing_weights
-from sft_play.process import Process
 
 
 class CopyStream:

@@ -28,13 +28,6 @@ class Working(NamedTuple):
     last_layer: int  # activations when the backward pass ends
 
 
-class _Moments(NamedTuple):
-    """Bytes at the end of the forward pass and at the start of the backward pass."""
-
-    forward: int
-    backward: int
-
-
 def working_bytes(step: StepSpec, layout: Layout) -> Working:
     """Return the activations of a step, traced or by the closed form.
 
@@ -70,19 +63,19 @@ def _working_of_rank(step: StepSpec, layout: Layout) -> Working:
     """
     if step.traced is not None:
         return _traced_working(step, step.traced, layout)
-    loss = _loss_bytes(step, layout.tokens)
+    forward_loss, backward_loss = _loss_bytes(step, layout.tokens)
     kept = _kept_bytes(step, layout)
     are_all = layout.checkpointed_layers == step.model.layers
-    in_forward = max(0, _dora_bytes(step) - loss.forward)
+    in_forward = max(0, _dora_bytes(step) - forward_loss)
     recomputed = 0
     if are_all:
-        in_forward = max(0, layer_working_bytes(step, layout.tokens) - loss.forward)
-        recomputed = max(0, _recomputed_bytes(step, layout.tokens) - loss.backward)
+        in_forward = max(0, layer_working_bytes(step, layout.tokens) - forward_loss)
+        recomputed = max(0, _recomputed_bytes(step, layout.tokens) - backward_loss)
     return Working(
         forward=kept + in_forward,
-        forward_logits=loss.forward,
+        forward_logits=forward_loss,
         backward=kept + recomputed + _gradient_bytes(step, layout, are_all),
-        backward_logits=loss.backward,
+        backward_logits=backward_loss,
         last_layer=_last_layer_bytes(step, layout),
     )
 
@@ -94,20 +87,21 @@ def _traced_working(step: StepSpec, traced: TracedStep, layout: Layout) -> Worki
     """
     rows = layout.sequences
     tokens = layout.row_tokens
-    loss = _Moments(int(traced.logits.at(rows, tokens)), int(traced.logits_kept.at(rows, tokens)))
+    forward_loss = int(traced.logits.at(rows, tokens))
+    backward_loss = int(traced.logits_kept.at(rows, tokens))
     found = traced.at(rows, tokens, layout.checkpointed_layers / step.model.layers)
-    beside_loss = found.backward - loss.backward
+    beside_loss = found.backward - backward_loss
     if step.has_fused_loss:
-        loss = _loss_bytes(step, layout.tokens)
+        forward_loss, backward_loss = _loss_bytes(step, layout.tokens)
     inputs = max(0, step.offloaded(layout.checkpointed_layers) - OFFLOADS_IN_FLIGHT)
     on_host = inputs * layout.tokens * step.compute_bytes * step.model.hidden
     untraced = _kept_attention_bytes(step, layout) - on_host
     kept, in_layers = found.kept + untraced, found.layers + untraced
     return Working(
-        forward=max(kept, in_layers - loss.forward),
-        forward_logits=loss.forward,
+        forward=max(kept, in_layers - forward_loss),
+        forward_logits=forward_loss,
         backward=beside_loss + untraced,
-        backward_logits=loss.backward,
+        backward_logits=backward_loss,
         last_layer=found.last_layer,
     )
 
@@ -186,7 +180,7 @@ def _peft_bytes_per_token(step: StepSpec) -> int:
 def evaluation_logit_bytes(step: StepSpec, tokens: int) -> int:
     """Return the bytes of logits in an evaluation: one chunk if fused, otherwise all of them."""
     if step.has_fused_loss:
-        return _loss_bytes(step, tokens).forward
+        return _loss_bytes(step, tokens)[0]
     return tokens * step.model.vocab * LOGIT_BYTES
 
 
@@ -285,8 +279,10 @@ def layer_working_bytes(step: StepSpec, tokens: int) -> int:
     return step.compute_bytes * (tokens * 10 * step.model.hidden + in_mlp)
 
 
-def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
-    """Return the bytes of the loss: all logits and the tensors computed from them.
+def _loss_bytes(step: StepSpec, tokens: int) -> tuple[int, int]:
+    """Return the bytes of the loss when the forward pass ends, and when the backward pass begins.
+
+    These are all logits and the tensors computed from them.
 
     With fused kernels: a chunk of logits, the last hidden states and their gradient, which is the
     only one that stays. The gradient of a trained head is computed with the loss.
@@ -297,7 +293,7 @@ def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
         merged = 0
         if not step.is_full and step.adapters.trained_tokens:
             merged = step.compute_bytes * matrix  # the head with its trained rows
-        return _Moments(logits + merged, logits + merged)
+        return logits + merged, logits + merged
     hidden = 2 * tokens * step.compute_bytes * step.model.hidden
     if step.is_full:
         hidden += step.compute_bytes * matrix
@@ -305,10 +301,10 @@ def _loss_bytes(step: StepSpec, tokens: int) -> _Moments:
     if step.casts_weights:
         forward += step.compute_bytes * matrix
     if step.is_full or not step.adapters.saved_names & HEADS:
-        return _Moments(forward, hidden)
+        return forward, hidden
     # its cast and its gradient in 16 bits; then the gradient in both types
     cast = 2 * step.compute_bytes * matrix
-    return _Moments(forward + cast, hidden + (step.compute_bytes + 4) * matrix)
+    return forward + cast, hidden + (step.compute_bytes + 4) * matrix
 
 
 def stepping_bytes(step: StepSpec, gradients: int) -> int:

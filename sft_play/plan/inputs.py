@@ -202,12 +202,8 @@ def plan_step(inputs: PlanInputs, step: StepSpec) -> Draft:
 
 def _first_that_fits(drafts: Iterator[Draft]) -> Draft:
     """Return the first draft that fits, else the first one. Later ones are not computed."""
-    first = draft = next(drafts)
-    while not draft.fits:
-        draft = next(drafts, None)
-        if draft is None:
-            return first
-    return draft
+    first = next(drafts)
+    return first if first.fits else next((draft for draft in drafts if draft.fits), first)
 
 
 def _drafts(inputs: PlanInputs, step: StepSpec) -> Iterator[Draft]:
@@ -219,9 +215,9 @@ def _drafts(inputs: PlanInputs, step: StepSpec) -> Iterator[Draft]:
     Raises: ConfigError if a step has fewer rows than ranks, however many share a row.
     """
     asked = inputs.config.train.context_parallel
-    counts = SHARING_RANKS if asked == "auto" else (asked,)
-    if asked == "auto" and inputs.config.model.max_seq_len < LONG_ROW:
-        counts = (1,)  # shorter rows have other ways to fit
+    counts = (asked,)
+    if asked == "auto":  # shorter rows have other ways to fit
+        counts = SHARING_RANKS if inputs.config.model.max_seq_len >= LONG_ROW else (1,)
     first: Draft | None = None
     refused: ConfigError | None = None
     for count in counts:
@@ -240,8 +236,8 @@ def _drafts(inputs: PlanInputs, step: StepSpec) -> Iterator[Draft]:
         machine = inputs.machine
         layer = memory.layer_bytes(first.step, first.step.weight_bytes)
         room = machine.host_budget_bytes * machine.ranks.per_node // layer
-        with_layers = partial(with_layers_on_host, first)
-        offloaded = fastest_offloaded(with_layers, min(step.model.layers, room))
+        most = min(step.model.layers, room)
+        offloaded = fastest_offloaded(partial(with_layers_on_host, first), most)
         if offloaded is not None:
             yield offloaded
 

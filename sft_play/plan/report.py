@@ -9,7 +9,7 @@ from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.advice import Advised
 from sft_play.plan.launch import Launch
-from sft_play.plan.memory import GIB, StepBytes
+from sft_play.plan.memory import GIB
 from sft_play.plan.ranks import DTYPE_NAMES, RESERVE, config_precision
 from sft_play.plan.recipe import format_count, model_summary
 from sft_play.plan.run_plan import PlannedRun, RunPlan
@@ -99,7 +99,10 @@ def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict
         "deepspeed_digest": zero and zero.source_digest,
         "backend_of_collectives": ranks.collective_backend,
         "memory": {**plan.memory.peak.components(), "predicted_peak": plan.memory.predicted_peak},
-        "phases": phases_json(plan.memory),
+        "phases": {
+            name: {**phase.components(), "total": phase.total}
+            for name, phase in plan.memory.phases.items()
+        },
         "budget_bytes": plan.budget_bytes,
         "longest_row": asdict(plan.longest_rows),
         "parameters": plan.step.model.parameters,
@@ -116,13 +119,6 @@ def plan_json(plan: RunPlan, command: Launch, workload: Workload | None) -> dict
         "argv": list(command.argv),
         "env": command.env,
         "workload": asdict(workload) if workload else None,
-    }
-
-
-def phases_json(memory: StepBytes) -> dict[str, dict[str, int]]:
-    """Return the components of every phase, and their sum."""
-    return {
-        name: {**phase.components(), "total": phase.total} for name, phase in memory.phases.items()
     }
 
 

@@ -102,7 +102,7 @@ def sharing_ranks(context: RunContext, data: RunData, model: nn.Module) -> Conte
     reason = None
     if data.train.has_images:
         reason = "GPUs share no rows with images"
-    elif fused_kernels_of(model).has_mixers:  # as in Llama 4: queries depend on position
+    elif "mixers" in fused_kernels_of(model).on:  # as in Llama 4: queries depend on position
         reason = "layers of this model need the tokens before theirs, or their place in the row"
     if shared > 1 and reason is not None:
         raise ConfigError(

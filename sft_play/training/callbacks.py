@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, TrainerCallback
 
-from sft_play.process import Process
+from sft_kernels.process import Process
 from sft_play.progress import Stage, say, watched_stage
 from sft_play.runs.report import logged_losses, logged_scores
 from sft_play.training.checks import modes_restored

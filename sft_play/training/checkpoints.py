@@ -31,12 +31,12 @@ from transformers.integrations import deepspeed_load_checkpoint, is_deepspeed_ze
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 from transformers.trainer_pt_utils import safe_globals
 
+from sft_kernels.process import Process
 from sft_play.config.schema import TrainSection
 from sft_play.errors import CheckpointError, SftPlayError
 from sft_play.models.adapter_state import ExpertPart, as_published, load_published, part_of
 from sft_play.models.load import load_trained
 from sft_play.models.sharding import full_state_dict
-from sft_play.process import Process
 from sft_play.runs import checkpoints, seal, stamp
 from sft_play.runs.checkpoints import STAGING, TRAINER_STATE
 from sft_play.runs.files import rename, share

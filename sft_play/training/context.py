@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.process import Process
 from sft_play.runs.folder import RunFolder
 from sft_play.training.memory import MemoryMeter
 

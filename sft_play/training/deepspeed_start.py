@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch.utils import cpp_extension
 
+from sft_kernels.process import Process
 from sft_play.errors import EnvironmentFault, first_line
 from sft_play.plan.run_plan import RunPlan
-from sft_play.process import Process
 from sft_play.progress import Stage, watched_stage
 from sft_play.runs.files import is_local
 

@@ -32,6 +32,7 @@ from transformers.trainer_utils import SchedulerType
 
 from sft_kernels.expert_modules import ranks_of_experts
 from sft_kernels.loss.head import read_loss_last
+from sft_kernels.process import Process
 from sft_kernels.sharded import is_sharded
 from sft_play.config.schedules import options_of
 from sft_play.config.schema import Config
@@ -41,7 +42,6 @@ from sft_play.models.images import trained_encoder_weights
 from sft_play.models.optimizers import Muon, hidden_matrices
 from sft_play.models.sharding import trains_sharded
 from sft_play.plan.workload import schedule_warning
-from sft_play.process import Process
 from sft_play.training.memory import innermost
 
 logger = logging.getLogger(__name__)

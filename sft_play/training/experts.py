@@ -16,12 +16,12 @@ from peft.tuners.lora import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 
 from sft_kernels.expert_modules import ranks_of_experts
+from sft_kernels.process import Process
 from sft_kernels.setup import base_model_of, is_training
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.adapter_state import ADAPTER, part_of
 from sft_play.models.experts import BALANCE, computes_balance, expert_weights
-from sft_play.process import Process
 from sft_play.runs.report import ExpertsReport
 from sft_play.training.guards import module_of
 

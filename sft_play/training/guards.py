@@ -21,9 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sft_kernels.process import Process
 from sft_play.errors import DivergedError
 from sft_play.models.sharding import local_shard
-from sft_play.process import Process
 from sft_play.training.engine import Engine
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sft_kernels.documents import Documents
+from sft_kernels.process import Process
 from sft_kernels.setup import base_model_of
 from sft_kernels.trees import Branch
 from sft_play.data.batch import Batch
@@ -24,7 +25,6 @@ from sft_play.data.collate import PackCollator, TokenSequence
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.errors import ConfigError
 from sft_play.models.context import ContextGroup
-from sft_play.process import Process
 from sft_play.training.checks import modes_restored, rounds_coarsely
 
 LENGTHS = (19, 27)  # of the documents; not a multiple of a kernel's block size

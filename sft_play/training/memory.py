@@ -12,9 +12,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from sft_kernels.process import Process
 from sft_play.models.parameters import adapter_parameters, iter_base_tensors, stored_tensors
 from sft_play.plan.devices import GIB, host_memory
-from sft_play.process import Process
 from sft_play.runs.report import RankMemory
 from sft_play.training.memory_lines import rank_memory, resident_peak_bytes
 

@@ -19,8 +19,8 @@ import torch
 from torch.profiler import profile, schedule
 from transformers import TrainerCallback
 
+from sft_kernels.process import Process
 from sft_play.plan.devices import NvmlUnavailable, sample_gpus
-from sft_play.process import Process
 from sft_play.runs import metrics
 from sft_play.runs.files import rename
 from sft_play.runs.metrics import GpuSample, MetricsLine

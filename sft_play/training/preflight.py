@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from sft_kernels.process import Process
 from sft_play.errors import (
     MORE_SHARED_MEMORY,
     SHARED_MEMORY,
@@ -30,7 +31,6 @@ from sft_play.errors import (
 from sft_play.plan.devices import GIB
 from sft_play.plan.probe_fit import digest_of_step
 from sft_play.plan.workload import run_bytes
-from sft_play.process import Process
 from sft_play.runs import stamp
 from sft_play.training.arguments import plain_settings
 from sft_play.training.context import RunContext

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import distributed
 
+from sft_kernels.process import Process
 from sft_play import stops
 from sft_play.errors import ExitClass
-from sft_play.process import Process
 from sft_play.process_id import ProcessId
 from sft_play.progress import EVERY_SECONDS
 from sft_play.runs.files import open_in_place

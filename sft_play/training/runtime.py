@@ -14,12 +14,12 @@ from typing import TextIO
 import torch
 from accelerate import PartialState
 
+from sft_kernels.process import DTYPES, Process
 from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
 from sft_play.models.proofs import ProofStore
 from sft_play.plan.ranks import Ranks, config_precision
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.process import DTYPES, Process
 from sft_play.progress import OWN_LOGGERS, VisibleFormatter
 from sft_play.runs.files import open_in_place
 from sft_play.runs.folder import RunFolder, cache_folder

@@ -6,10 +6,10 @@ from pathlib import Path
 import psutil
 import torch
 
+from sft_kernels.process import Process
 from sft_play.data.assemble import RunData
 from sft_play.models.parameters import count_parameters
 from sft_play.plan.devices import GIB
-from sft_play.process import Process
 from sft_play.training.context import RunContext
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import torch
 
+from sft_kernels.process import Process
 from sft_play.evaluation.evaluator import Evaluator
-from sft_play.process import Process
 from sft_play.stops import BY_USER, REPEAT_SECONDS, STOPPING, StopSignals
 from sft_play.training import peers
 from sft_play.training.recorder import RunRecorder

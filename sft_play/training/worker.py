@@ -14,6 +14,7 @@ from transformers.utils import logging as hf_logging
 
 from sft_kernels.install import fused_kernels_of
 from sft_kernels.linears.lora import copy_adapters_at_once
+from sft_kernels.process import Process
 from sft_play.data.assemble import DataFacts, RunData, assemble
 from sft_play.data.splits import length_histogram
 from sft_play.data.tokenizer import load_tokenizer
@@ -23,7 +24,6 @@ from sft_play.models.load import WeightPlaces, load_model
 from sft_play.models.vocabulary import check_vocabulary
 from sft_play.plan.next_command import resume_command
 from sft_play.plan.run_plan import PlannedRun
-from sft_play.process import Process
 from sft_play.progress import Stage, watched_stage
 from sft_play.runs.checkpoints import step_of
 from sft_play.runs.folder import RunFolder

@@ -1,6 +1,5 @@
-"""One rank of a run: where it computes, in what type, and how it talks to the other ranks.
+"""One of the processes that train: where it computes, in what type, and how it talks to the others.
 
-Knows torch and nothing of the project; models, evaluation, training and inference are given one.
 Its collectives run on the ranks' CPUs over gloo: asking a GPU would stop its CPU from running
 ahead.
 """
@@ -39,6 +38,14 @@ class Process:
     def alone(cls, device: torch.device, compute_dtype: torch.dtype = torch.float32) -> "Process":
         """Return a process that is the only one of its run."""
         return cls(0, 0, 1, device, compute_dtype)
+
+    @classmethod
+    def of_torch(cls, device: torch.device, compute_dtype: torch.dtype) -> "Process":
+        """Return this process of torch.distributed, or the only one if that is not initialized."""
+        if not distributed.is_initialized():
+            return cls.alone(device, compute_dtype)
+        rank, world_size = distributed.get_rank(), distributed.get_world_size()
+        return cls(rank, distributed.get_node_local_rank(rank), world_size, device, compute_dtype)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
