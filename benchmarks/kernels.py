@@ -41,7 +41,7 @@ from sft_kernels.loss import linear_cross_entropy
 from sft_kernels.loss.tokens import LossTokens
 from sft_kernels.norms import residual
 from sft_kernels.process import Process
-from sft_kernels.setup import base_model_of, is_fused
+from sft_kernels.training_setup import base_model_of, is_fused
 from sft_play.config.schema import Config
 from sft_play.models.load import load_model
 

@@ -56,7 +56,7 @@ def measure(args: argparse.Namespace, folder: Path, offloaded: int) -> Measured:
     from sft_kernels.loss.head import fused_nll
     from sft_kernels.loss.tokens import LossTokens
     from sft_kernels.process import Process
-    from sft_kernels.setup import base_model_of
+    from sft_kernels.training_setup import base_model_of
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     process = Process.alone(device, torch.bfloat16)
@@ -110,7 +110,7 @@ def _load(
     """Return a model with adapters, some layers offloaded, and all but `--kept` recomputed."""
     from transformers import set_seed
 
-    from sft_kernels.setup import base_model_of
+    from sft_kernels.training_setup import base_model_of
     from sft_play.config.schema import Config
     from sft_play.models.architecture import decoder_layers
     from sft_play.models.checkpointing import checkpoint_layers

@@ -10,7 +10,7 @@ SFTTrainer and accelerate train the model. Modules without torch can be imported
 from importlib import import_module
 from typing import Any
 
-__all__ = ["FusedKernels", "fuse", "undo"]
+__all__ = ["Fused", "fuse", "undo"]
 
 
 def __getattr__(name: str) -> Any:

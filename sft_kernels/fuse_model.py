@@ -1,7 +1,7 @@
 """Fuse a model for any trainer, and undo it. Legend: B rows, T tokens per row."""
 
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -11,13 +11,25 @@ from transformers import PreTrainedModel
 from sft_kernels.attention.forward import implementations
 from sft_kernels.documents import DOCUMENTS, Documents
 from sft_kernels.install import FusedKernels, install_kernels
-from sft_kernels.loss.head import FusedHead, output_head
+from sft_kernels.loss.head import FusedHead, forward_of_head
 from sft_kernels.loss.tokens import labelled
 from sft_kernels.process import Process
-from sft_kernels.setup import TrainingSetup, base_model_of, is_training
 from sft_kernels.sharded import device_of
+from sft_kernels.training_setup import TrainingSetup, base_model_of, is_training
 
 BEFORE = "before_sft_kernels"  # attribute of a base model, see `undo`
+
+
+class Fused(NamedTuple):
+    """What was fused of a model, and the largest difference that each proof found."""
+
+    kernels: FusedKernels
+    proofs: dict[str, float]  # relative to the largest number
+
+    def __str__(self) -> str:
+        """Return a line for the parts, and one for each proof."""
+        proofs = [f"{name}: differs by {error:.1e}" for name, error in self.proofs.items()]
+        return "\n".join([self.kernels.line(), *proofs])
 
 
 def fuse(
@@ -25,7 +37,7 @@ def fuse(
     compute_dtype: torch.dtype | None = None,
     longest_row: int | None = None,
     encoders: tuple[nn.Module, ...] = (),
-) -> FusedKernels:
+) -> Fused:
     """Fuse every part of a model whose fused result is proven to be the same, and return these.
 
     Call it on every rank, after adapters are added, on the device that trains. `compute_dtype` is
@@ -47,14 +59,20 @@ def fuse(
         longest_row=longest_row,
         encoders=encoders,
     )
-    modules = {module: _with_copies(vars(module)) for module in model.modules()}
+    modules = {}
+    for module in model.modules():  # hooks are added to dictionaries
+        modules[module] = {
+            name: value.copy() if isinstance(value, dict) else value
+            for name, value in vars(module).items()
+        }
     before = implementations(setup.decoder), modules
     kernels = install_kernels(setup)
-    head = vars(output_head(model) or nn.Module()).get("forward")
-    call = partial(_trainer_call, kernels, head if isinstance(head, FusedHead) else None)
-    base.register_forward_pre_hook(call, with_kwargs=True, prepend=True)
+    head = forward_of_head(model)
+    call = _TrainerCall(kernels, head if isinstance(head, FusedHead) else None)
+    base.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True)
+    base.register_forward_hook(call.after)
     vars(base)[BEFORE] = before
-    return kernels
+    return Fused(kernels, setup.newly_proved)
 
 
 def undo(model: PreTrainedModel | PeftModel) -> None:
@@ -73,46 +91,37 @@ def undo(model: PreTrainedModel | PeftModel) -> None:
         now.update(attributes | kept)
 
 
-def _with_copies(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Return attributes with copies of the dictionaries, to which hooks are added."""
-    return {
-        name: value.copy() if isinstance(value, dict) else value
-        for name, value in attributes.items()
-    }
+@dataclass
+class _TrainerCall:
+    """What trainers pass to a model in training: documents of a packed row, and labels."""
 
+    kernels: FusedKernels
+    head: FusedHead | None
+    total: Any = None  # tokens that the loss is divided by, if the head computes it
 
-def _trainer_call(
-    kernels: FusedKernels,
-    head: FusedHead | None,
-    model: nn.Module,
-    args: tuple,
-    kwargs: dict[str, Any],
-) -> tuple[tuple, dict[str, Any]] | None:
-    """Forward pre-hook of a base model: read what trainers pass in training.
-
-    That are the documents of a packed row, and labels, whose loss the head computes.
-    """
-    if not is_training(model):
-        return None
-    kwargs = dict(kwargs)
-    if kernels.reads_boundaries and kwargs.get("attention_mask") is None:
-        kwargs.setdefault(DOCUMENTS, _documents(**kwargs))
-    labels = kwargs.get("labels")
-    if head is None or labels is None or "fused_lm_head" in kwargs:  # the last: TRL's own head
+    def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Name the documents, and give the labels to the head."""
+        if self.total is not None:  # the call before failed
+            self.total = self.head.tokens = None
+        if not is_training(model):
+            return None
+        kwargs = dict(kwargs)
+        if self.kernels.reads_boundaries and kwargs.get("attention_mask") is None:
+            kwargs.setdefault(DOCUMENTS, _documents(**kwargs))
+        labels = kwargs.get("labels")
+        # the last: TRL's own head
+        if self.head is not None and labels is not None and "fused_lm_head" not in kwargs:
+            del kwargs["labels"]
+            self.head.tokens = labelled(labels)
+            self.total = kwargs.pop("num_items_in_batch", None) or self.head.tokens.total_weight
         return args, kwargs
-    del kwargs["labels"]
-    head.tokens = labelled(labels)
-    total = torch.as_tensor(kwargs.pop("num_items_in_batch", None) or head.tokens.total_weight)
 
-    def with_loss(model: nn.Module, args: tuple, output: Any) -> Any:
-        """Return the output with the loss, and without logits."""
-        hook.remove()
-        output["loss"], output["logits"] = head.nll.reshape(()) / total.to(head.nll.device), None
-        head.tokens = head.nll = None
+    def after(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        """Return the output with the loss and without logits, if the head has computed it."""
+        if self.total is not None:
+            output["loss"], output["logits"] = self.head.nll.reshape(()) / self.total, None
+            self.total = self.head.tokens = self.head.nll = None
         return output
-
-    hook = model.register_forward_hook(with_loss)
-    return args, kwargs
 
 
 def _documents(

@@ -9,7 +9,7 @@ needs a copy of all experts.
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -30,8 +30,8 @@ from sft_kernels.mixers.install import install_mixers
 from sft_kernels.needs import ALL_PARTS, LINEARS_OF_MLP, PARTS
 from sft_kernels.norms.install import install_norms
 from sft_kernels.packed import watch_documents
-from sft_kernels.setup import TrainingSetup, Unsupported, base_model_of
 from sft_kernels.sharded import outermost_layers
+from sft_kernels.training_setup import TrainingSetup, Unsupported, base_model_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +45,11 @@ class FusedKernels:
     on: dict[str, int]  # part: number of modules
     off: dict[str, str]  # part: why it is not fused
     in_one_row: bool = False  # documents may share one row: no module counts its tokens
-    # the largest difference that each proof found, relative to the largest number
-    proofs: dict[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def reads_boundaries(self) -> bool:
         """Return whether packed batches should have document boundaries."""
         return "attention" in self.on or MIXERS in self.on
-
-    def __str__(self) -> str:
-        """Return the log line, and a line for each proof."""
-        proofs = [f"{name}: differs by {error:.1e}" for name, error in self.proofs.items()]
-        return "\n".join([self.line(), *proofs])
 
     def line(self) -> str:
         """Return the log line."""
@@ -140,7 +133,7 @@ def _install_parts(setup: TrainingSetup, proofs: Any) -> FusedKernels:
     if proofs is not None:
         proofs.write(setup)
     in_one_row = "attention" in on and not reads_rows(setup.decoder)
-    return FusedKernels(_in_order(on), _in_order(off), in_one_row, setup.newly_proved)
+    return FusedKernels(_in_order(on), _in_order(off), in_one_row)
 
 
 def _gather_with_layers(setup: TrainingSetup) -> None:

@@ -33,7 +33,7 @@ from sft_kernels.float8.linear import has_float8
 from sft_kernels.packed import forward_by_document
 from sft_kernels.process import Process
 from sft_kernels.recognize import MISMATCH_ERRORS
-from sft_kernels.setup import TrainingSetup
+from sft_kernels.training_setup import TrainingSetup
 from sft_kernels.trial import (
     Forward,
     Result,

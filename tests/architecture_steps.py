@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from sft_kernels.attention.forward import keep_soft_caps
 from sft_kernels.install import fused_kernels_of
 from sft_kernels.process import Process
-from sft_kernels.setup import base_model_of
+from sft_kernels.training_setup import base_model_of
 from sft_play.config.schema import Config
 from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, PadCollator, TrainRows

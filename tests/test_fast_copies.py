@@ -14,7 +14,7 @@ from sft_kernels.linears.lora import (
     fuse_lora_linear,
     groups_of,
 )
-from sft_kernels.setup import base_model_of
+from sft_kernels.training_setup import base_model_of
 
 TOKENS = torch.arange(24).view(2, 12)
 

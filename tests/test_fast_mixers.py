@@ -29,7 +29,7 @@ from sft_kernels.norms import install as norms_install
 from sft_kernels.norms.residual import epsilon
 from sft_kernels.packed import UNMASKED
 from sft_kernels.process import Process
-from sft_kernels.setup import TrainingSetup, Unsupported, is_fused
+from sft_kernels.training_setup import TrainingSetup, Unsupported, is_fused
 from sft_kernels.trees import Branch
 from sft_play.config.schema import Config
 from sft_play.data.collate import PackCollator, TokenSequence

@@ -27,7 +27,7 @@ from sft_kernels.recognize import (
     layer_roles_of,
     norm_kind_of,
 )
-from sft_kernels.setup import TrainingSetup, Unsupported, fuse
+from sft_kernels.training_setup import TrainingSetup, Unsupported, fuse
 from sft_kernels.trial import Result, Trial, difference, own_code
 from sft_play.config.schema import Config
 from sft_play.models import fast

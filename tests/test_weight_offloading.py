@@ -15,7 +15,7 @@ from torch import nn
 from sft_kernels.install import fused_kernels_of
 from sft_kernels.modules import ATTRIBUTE
 from sft_kernels.process import Process
-from sft_kernels.setup import base_model_of
+from sft_kernels.training_setup import base_model_of
 from sft_play.config.schema import Config
 from sft_play.models import weight_offloading
 from sft_play.models.architecture import decoder_layers

@@ -45,7 +45,7 @@ from sft_kernels.packed import (
     is_unmasked,
 )
 from sft_kernels.recognize import AttentionKind
-from sft_kernels.setup import is_training
+from sft_kernels.training_setup import is_training
 
 logger = logging.getLogger(__name__)
 

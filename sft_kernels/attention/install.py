@@ -27,7 +27,7 @@ from sft_kernels.recognize import (
     attention_kind_of,
     calls_attention_interface,
 )
-from sft_kernels.setup import TrainingSetup, Unsupported, fuse
+from sft_kernels.training_setup import TrainingSetup, Unsupported, fuse
 from sft_kernels.trial import own_code
 
 UNREAD = "the mask is for attention alone"  # name in the record of proofs

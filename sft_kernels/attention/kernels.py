@@ -34,7 +34,7 @@ from sft_kernels.attention.reference import (
     attend_rows,
 )
 from sft_kernels.documents import Documents
-from sft_kernels.setup import Gradients, to_compute_dtype
+from sft_kernels.training_setup import Gradients, to_compute_dtype
 
 LARGEST_FLASH_HEAD = 256  # features per head that flash attention supports, at most
 FLASH_HEAD_STEP = 8  # the number of features per head is a multiple of this

@@ -24,7 +24,7 @@ from torch.nn import functional
 from sft_kernels import triton_kernels
 from sft_kernels.documents import Documents, ImageBlock, TreeRows
 from sft_kernels.packed import UNMASKED
-from sft_kernels.setup import Gradients
+from sft_kernels.training_setup import Gradients
 
 
 @dataclass(frozen=True)

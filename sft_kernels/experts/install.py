@@ -28,7 +28,7 @@ from sft_kernels.linears.lora import (
 from sft_kernels.needs import ZERO_3
 from sft_kernels.partitioned import is_missing
 from sft_kernels.proof import prove
-from sft_kernels.setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
+from sft_kernels.training_setup import TrainingSetup, Unsupported, fuse, to_compute_dtype
 from sft_kernels.trial import few_experts
 
 

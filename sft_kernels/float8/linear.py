@@ -22,7 +22,7 @@ from sft_kernels.float8.quantize import (
     quantize,
 )
 from sft_kernels.float8.rows import FLOAT8, Quantized
-from sft_kernels.setup import to_compute_dtype
+from sft_kernels.training_setup import to_compute_dtype
 
 
 class Float8Linear(nn.Linear):

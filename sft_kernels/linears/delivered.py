@@ -18,7 +18,7 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_kernels.setup import to_compute_dtype
+from sft_kernels.training_setup import to_compute_dtype
 
 
 class DeliveredLinear(nn.Linear):

@@ -35,7 +35,8 @@ from sft_kernels.linears.products import (
 from sft_kernels.modules import decoder_of
 from sft_kernels.needs import DORA, DROPOUT, ZERO_3
 from sft_kernels.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
-from sft_kernels.setup import (
+from sft_kernels.sharded import is_sharded
+from sft_kernels.training_setup import (
     Gradients,
     base_model_of,
     fuse,
@@ -43,7 +44,6 @@ from sft_kernels.setup import (
     is_training,
     to_compute_dtype,
 )
-from sft_kernels.sharded import is_sharded
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 

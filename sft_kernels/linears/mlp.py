@@ -32,7 +32,7 @@ from sft_kernels.linears.lora import (
 from sft_kernels.linears.products import BoundLinears
 from sft_kernels.proof import prove
 from sft_kernels.recognize import GatedMlp, gated_mlp_of, is_linear
-from sft_kernels.setup import (
+from sft_kernels.training_setup import (
     Gradients,
     TrainingSetup,
     Unsupported,

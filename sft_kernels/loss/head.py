@@ -23,8 +23,8 @@ from sft_kernels.loss.linear_cross_entropy import (
 )
 from sft_kernels.loss.tokens import IGNORE_INDEX, LossTokens
 from sft_kernels.needs import TRAINED_TOKENS, ZERO_3
-from sft_kernels.setup import TrainingSetup, Unsupported, base_model_of, to_compute_dtype
 from sft_kernels.sharded import device_of
+from sft_kernels.training_setup import TrainingSetup, Unsupported, base_model_of, to_compute_dtype
 
 
 class FusedHead:
@@ -70,7 +70,7 @@ class FusedHead:
 
 def is_loss_fused(model: nn.Module) -> bool:
     """Return whether `fuse_loss` was called."""
-    return isinstance(_forward_of_head(model), FusedHead)
+    return isinstance(forward_of_head(model), FusedHead)
 
 
 def fused_nll(
@@ -80,7 +80,7 @@ def fused_nll(
 
     `wrapped` is called with `arguments`; it is the model itself, or DDP or DeepSpeed around it.
     """
-    fused = _forward_of_head(model)
+    fused = forward_of_head(model)
     assert isinstance(fused, FusedHead), "fuse_loss comes first"
     fused.tokens = tokens
     try:
@@ -97,13 +97,14 @@ def read_loss_last(model: nn.Module) -> None:
 
     Those of ZeRO-3 add the gathering of a trained head to the autograd graph.
     """
-    fused = _forward_of_head(model)
+    fused = forward_of_head(model)
     if isinstance(fused, FusedHead):
         fused.hook.remove()
         fused.hook = fused.head.register_forward_hook(fused.keep)
 
 
-def _forward_of_head(model: nn.Module) -> Any:
+def forward_of_head(model: nn.Module) -> Any:
+    """Return the forward method that was set on the output head; None if it has its own."""
     head = output_head(model)
     return None if head is None else vars(head).get("forward")
 

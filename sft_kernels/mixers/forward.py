@@ -44,7 +44,7 @@ from sft_kernels.packed import (
     is_unmasked,
     unflatten,
 )
-from sft_kernels.setup import fuse, is_training
+from sft_kernels.training_setup import fuse, is_training
 from sft_kernels.trial import Forward
 
 Kernel = Callable[..., Any]

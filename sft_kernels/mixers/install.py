@@ -35,7 +35,7 @@ from sft_kernels.packed import (
     hide_arguments,
     watch_documents,
 )
-from sft_kernels.setup import TrainingSetup, Unsupported
+from sft_kernels.training_setup import TrainingSetup, Unsupported
 from sft_kernels.trial import TOLERANCES, Forward, Result, Trial
 
 logger = logging.getLogger(__name__)

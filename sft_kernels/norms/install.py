@@ -21,7 +21,7 @@ from sft_kernels.norms import residual
 from sft_kernels.norms.residual import AllocatedRmsNorm, epsilon
 from sft_kernels.proof import prove
 from sft_kernels.recognize import layer_roles_of, norm_kind_of
-from sft_kernels.setup import TrainingSetup, Unsupported, fuse, is_fused, is_training
+from sft_kernels.training_setup import TrainingSetup, Unsupported, fuse, is_fused, is_training
 
 
 def install_norms(setup: TrainingSetup) -> int:

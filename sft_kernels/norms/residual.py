@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from sft_kernels import triton_kernels
 from sft_kernels.modules import FORWARD_CHECKPOINTS
 from sft_kernels.partitioned import gathered_parameters, is_partitioned
-from sft_kernels.setup import Gradients, is_training
+from sft_kernels.training_setup import Gradients, is_training
 from sft_kernels.triton_kernels import load_float32, program_number, tl, triton
 
 

@@ -31,7 +31,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sft_kernels.process import Process
-from sft_kernels.setup import base_model_of
+from sft_kernels.training_setup import base_model_of
 from sft_play.config.schema import TrainSection
 from sft_play.data.collate import ImageInputs
 from sft_play.data.render import stop_ids, template_space

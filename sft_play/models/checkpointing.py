@@ -45,7 +45,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_kernels.linears.tiles import set_tiled
-from sft_kernels.setup import base_model_of
+from sft_kernels.training_setup import base_model_of
 from sft_play.models.architecture import decoder_layers, encoders_of
 from sft_play.models.weight_offloading import CopyStream, pin
 

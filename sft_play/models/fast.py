@@ -5,7 +5,7 @@ from transformers import PreTrainedModel
 
 from sft_kernels.install import FusedKernels, install_kernels
 from sft_kernels.process import Process
-from sft_kernels.setup import TrainingSetup, base_model_of
+from sft_kernels.training_setup import TrainingSetup, base_model_of
 from sft_play import timeline
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError

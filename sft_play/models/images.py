@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sft_kernels.setup import base_model_of
 from sft_kernels.sharded import run_within
+from sft_kernels.training_setup import base_model_of
 from sft_play.config.schema import Config
 from sft_play.data.collate import ImageInputs
 from sft_play.data.processor import Processor

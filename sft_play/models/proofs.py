@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from sft_kernels.process import Process
-from sft_kernels.setup import TrainingSetup
+from sft_kernels.training_setup import TrainingSetup
 from sft_play.data.files import digest_files
 from sft_play.plan import counting
 from sft_play.plan.probe_fit import fingerprint

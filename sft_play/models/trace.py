@@ -28,7 +28,7 @@ from sft_kernels.attention.reference import AllocatedFlashAttention
 from sft_kernels.install import FusedKernels
 from sft_kernels.needs import MIN_CAPABILITY
 from sft_kernels.process import Process
-from sft_kernels.setup import Gradients, to_compute_dtype
+from sft_kernels.training_setup import Gradients, to_compute_dtype
 from sft_kernels.triton_kernels import tracing_gpu
 from sft_play.config.schema import Config
 from sft_play.errors import first_line

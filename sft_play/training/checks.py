@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 from sft_kernels.expert_modules import ranks_of_experts
 from sft_kernels.float8.linear import has_float8
 from sft_kernels.process import Process
-from sft_kernels.setup import base_model_of
 from sft_kernels.sharded import is_sharded
+from sft_kernels.training_setup import base_model_of
 from sft_play.errors import ConfigError, DivergedError, EnvironmentFault
 from sft_play.models.adapter_state import part_of
 from sft_play.models.delivered import rounds_inputs

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from sft_kernels.modules import bring_layer_of
-from sft_kernels.setup import base_model_of
 from sft_kernels.sharded import is_sharded
+from sft_kernels.training_setup import base_model_of
 from sft_kernels.trees import Branch
 from sft_play.data.batch import Batch
 from sft_play.data.collate import TokenSequence

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sft_kernels.expert_modules import ranks_of_experts
 from sft_kernels.process import Process
-from sft_kernels.setup import base_model_of, is_training
+from sft_kernels.training_setup import base_model_of, is_training
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
 from sft_play.models.adapter_state import ADAPTER, part_of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from sft_kernels.documents import Documents
 from sft_kernels.process import Process
-from sft_kernels.setup import base_model_of
+from sft_kernels.training_setup import base_model_of
 from sft_kernels.trees import Branch
 from sft_play.data.batch import Batch
 from sft_play.data.collate import PackCollator, TokenSequence

@@ -1,0 +1,211 @@
+"""sft_kernels.fuse: any trainer gets the losses and gradients of the model's own code, and undo ends it."""
+
+import os
+import subprocess
+import sys
+import tomllib
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model, with_adapters
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import sft_kernels
+from sft_kernels.training_setup import base_model_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TYPES = ["llama", "gemma2", "gpt_oss", "qwen3_5", "deepseek_v3", "lfm2"]
+LENGTHS = (17, 1, 30, 9)
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randint(5, 200, shape, generator=torch.Generator().manual_seed(0))
+
+
+def padded() -> dict[str, torch.Tensor]:
+    ids = drawn(2, 40)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[:, :10] = labels[1, 30:] = -100
+    mask[1, 30:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def step(model: nn.Module, **inputs: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return the output of a training step, and the gradients of its loss."""
+    model.zero_grad()
+    output = model(**inputs)
+    output.loss.backward()
+    named = model.named_parameters()
+    return output, {name: one.grad.clone() for name, one in named if one.grad is not None}
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_labels_give_the_own_loss_without_logits_and_undo_gives_the_own_code(model_type):
+    model = with_adapters(tiny_model(model_type))
+    before = {name: {*vars(module)} for name, module in model.named_modules()}
+    own, gradients = step(model, **padded())
+    fused = sft_kernels.fuse(model)
+    assert {"attention", "linears", "loss"} <= fused.kernels.on.keys()
+    assert all(f"{name}: differs by" in str(fused) for name in fused.proofs)
+    output, found = step(model, **padded())
+    assert output.logits is None
+    assert output.loss.item() == pytest.approx(own.loss.item(), rel=1e-6)
+    assert_near(found, gradients)
+    evaluated = model.eval()(**padded())
+    assert evaluated.logits.shape[:2] == (2, 40)
+    assert evaluated.loss.item() == pytest.approx(own.loss.item(), rel=1e-6)
+    sft_kernels.undo(model.train())
+    again, found = step(model, **padded())
+    assert torch.equal(again.loss, own.loss)
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
+    assert {name: {*vars(module)} for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("named_by", ["position_ids", "cu_seq_lens_q"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_documents_of_a_packed_row_are_those_of_separate_rows(model_type, named_by):
+    model = with_adapters(tiny_model(model_type))
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+    ids = drawn(1, sum(LENGTHS))
+    labels = ids.clone()
+    labels[0, ends[:-1]] = -100
+    count = int((labels != -100).sum())
+    loss, gradients = 0.0, {}
+    for begin, end in pairwise(ends.tolist()):
+        if end - begin > 1:
+            own, found = step(model, input_ids=ids[:, begin:end], labels=labels[:, begin:end])
+            share = (end - begin - 1) / count
+            loss += share * own.loss.item()
+            for name, gradient in found.items():
+                gradients[name] = gradients.get(name, 0) + share * gradient
+    sft_kernels.fuse(model)
+    packed: dict[str, Any] = {
+        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    }
+    if named_by == "cu_seq_lens_q":
+        for side in "qk":
+            packed |= {f"cu_seq_lens_{side}": ends.int(), f"max_length_{side}": max(LENGTHS)}
+    output, found = step(model, input_ids=ids, labels=labels, **packed)
+    assert output.loss.item() == pytest.approx(loss, rel=1e-6)
+    assert_near(found, gradients)
+
+
+class Rows(Dataset):
+    """Rows of different lengths."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = drawn(64)[index : index + 8 + index % 9].tolist()
+        return {"input_ids": ids, "labels": [-100, -100, *ids[2:]]}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_transformers_trainer_has_the_same_losses(checkpointing, tmp_path):
+    losses = []
+    for is_fused in (False, True):
+        model = with_adapters(tiny_model("llama"))
+        if is_fused:
+            sft_kernels.fuse(model)
+        settings = TrainingArguments(
+            str(tmp_path),
+            max_steps=4,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            gradient_checkpointing=checkpointing,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+        )
+        collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        if not is_fused:  # its own attention reads the boundaries from positions
+            collator = DataCollatorWithFlattening()
+        trainer = Trainer(model, settings, collator, Rows())
+        trainer.train()
+        losses.append([each["loss"] for each in trainer.state.log_history if "loss" in each])
+    assert losses[0][-1] < losses[0][0] - 0.1
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_a_call_that_fails_leaves_the_next_ones_as_they_are():
+    model = with_adapters(tiny_model("llama"))
+    own, _ = step(model, **padded())
+    sft_kernels.fuse(model)
+    broken = model.get_output_embeddings().register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**padded())
+    broken.remove()
+    assert model.eval()(**padded()).logits.shape[:2] == (2, 40)
+    assert step(model.train(), **padded())[0].loss.item() == pytest.approx(own.loss.item())
+
+
+def test_a_model_is_fused_once_and_only_a_fused_one_is_undone():
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="is not fused"):
+        sft_kernels.undo(model)
+    sft_kernels.fuse(model)
+    with pytest.raises(ValueError, match="is fused already"):
+        sft_kernels.fuse(model)
+    sft_kernels.undo(model)
+    assert sft_kernels.fuse(base_model_of(model)).kernels.on
+
+
+def test_a_model_without_fused_parts_keeps_its_code():
+    model = with_adapters(tiny_model("bloom"))
+    own, _ = step(model, **padded())
+    fused = sft_kernels.fuse(model)
+    assert "attention" in fused.kernels.off
+    assert torch.equal(step(model, **padded())[0].loss, own.loss)
+
+
+HIDDEN = """
+import sys
+sys.modules["sft_play"] = None
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+import sft_kernels
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=48,
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2))
+assert {"attention", "mlp", "loss"} <= sft_kernels.fuse(model).kernels.on.keys()
+ids = torch.arange(20)[None]
+model.train()(input_ids=ids, labels=ids).loss.backward()
+"""
+
+
+def test_it_works_without_sft_play():
+    subprocess.run([sys.executable, "-c", HIDDEN], cwd=ROOT, check=True, timeout=120)
+
+
+def test_the_package_alone_has_all_its_folders():
+    project = tomllib.loads((ROOT / "sft_kernels/pyproject.toml").read_text())
+    folders = [path.parent for path in (ROOT / "sft_kernels").rglob("__init__.py")]
+    names = sorted(folder.relative_to(ROOT).as_posix().replace("/", ".") for folder in folders)
+    assert project["tool"]["setuptools"]["packages"] == names
+
+
+def test_trl_trains_with_the_kernels():
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1"}
+    words = [sys.executable, "examples/trl_with_kernels.py", "--steps=2", "--rows=1"]
+    told = [
+        subprocess.run(
+            [*words, *option], cwd=ROOT, env=environ, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+        for option in ([], ["--without"])
+    ]
+    losses = [[line for line in lines if line.startswith("step ")] for lines in told]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+    assert told[0][0].startswith("fast path: attention x6, linears x24")
