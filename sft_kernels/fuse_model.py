@@ -14,7 +14,7 @@ from sft_kernels.install import FusedKernels, install_kernels
 from sft_kernels.loss.head import FusedHead, forward_of_head
 from sft_kernels.loss.tokens import labelled
 from sft_kernels.process import Process
-from sft_kernels.sharded import device_of
+from sft_kernels.sharded import device_of, is_sharded
 from sft_kernels.training_setup import TrainingSetup, base_model_of, is_training
 
 BEFORE = "before_sft_kernels"  # attribute of a base model, see `undo`
@@ -36,28 +36,28 @@ def fuse(
     model: PreTrainedModel | PeftModel,
     compute_dtype: torch.dtype | None = None,
     longest_row: int | None = None,
-    encoders: tuple[nn.Module, ...] = (),
 ) -> Fused:
     """Fuse every part of a model whose fused result is proven to be the same, and return these.
 
-    Call it on every rank, after adapters are added, on the device that trains. `compute_dtype` is
-    that of mixed precision, by default the model's; `longest_row` the tokens of the longest row,
-    if all are short; `encoders` the parts that read no text.
+    Call it on every rank, after adapters are added, on the device that trains, and before DDP or
+    FSDP2 wraps the model, as trainers do. `compute_dtype` is that of mixed precision, by default
+    the model's; `longest_row` the tokens of the longest row, if all are short.
 
     If the loss is fused, a model in training mode that gets labels (B, T) returns it, and no
     logits. Documents of a packed row are found by cu_seq_lens_q, or by position_ids.
 
-    Raises: ValueError if the model is fused already.
+    Raises: ValueError if the model is fused already, or sharded.
     """
     base = base_model_of(model)
     if BEFORE in vars(base):
         raise ValueError("the model is fused already; call sft_kernels.undo(model) first")
+    if is_sharded(model):
+        raise ValueError("the model is sharded; call sft_kernels.fuse(model) before fully_shard")
     setup = TrainingSetup(
         model,
-        Process.of_torch(device_of(next(base.parameters())), compute_dtype or base.dtype),
+        Process.alone(device_of(next(base.parameters())), compute_dtype or base.dtype),
         is_full=not isinstance(model, PeftModel),
         longest_row=longest_row,
-        encoders=encoders,
     )
     modules = {}
     for module in model.modules():  # hooks are added to dictionaries
@@ -84,9 +84,8 @@ def undo(model: PreTrainedModel | PeftModel) -> None:
     for config, attention in configs:
         config._attn_implementation = attention
     for module, attributes in modules.items():
-        names = ("_parameters", "_buffers", "_modules", "training")
         now = vars(module)
-        kept = {name: now[name] for name in names}
+        kept = {name: now[name] for name in ("_parameters", "_buffers", "_modules", "training")}
         now.clear()
         now.update(attributes | kept)
 
@@ -106,9 +105,13 @@ class _TrainerCall:
         if not is_training(model):
             return None
         kwargs = dict(kwargs)
-        if self.kernels.reads_boundaries and kwargs.get("attention_mask") is None:
+        mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
+        if mask is None and self.kernels.reads_boundaries:
             kwargs.setdefault(DOCUMENTS, _documents(**kwargs))
-        labels = kwargs.get("labels")
+        elif mask is not None and (mask.dim() != 2 or (mask.diff() > 0).any()):
+            # not padded on the right: with positions, the attention of the model reads the mask
+            positions = torch.arange(mask.shape[-1], device=mask.device)[None]
+            kwargs.setdefault("position_ids", positions)
         # the last: TRL's own head
         if self.head is not None and labels is not None and "fused_lm_head" not in kwargs:
             del kwargs["labels"]

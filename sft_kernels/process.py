@@ -39,14 +39,6 @@ class Process:
         """Return a process that is the only one of its run."""
         return cls(0, 0, 1, device, compute_dtype)
 
-    @classmethod
-    def of_torch(cls, device: torch.device, compute_dtype: torch.dtype) -> "Process":
-        """Return this process of torch.distributed, or the only one if that is not initialized."""
-        if not distributed.is_initialized():
-            return cls.alone(device, compute_dtype)
-        rank, world_size = distributed.get_rank(), distributed.get_world_size()
-        return cls(rank, distributed.get_node_local_rank(rank), world_size, device, compute_dtype)
-
     @property
     def devices(self) -> tuple[torch.device, ...]:
         """The devices of this process's model."""

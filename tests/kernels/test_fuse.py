@@ -141,6 +141,18 @@ def test_transformers_trainer_has_the_same_losses(checkpointing, tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_mask_that_is_not_padding_on_the_right_is_read(model_type):
+    model = with_adapters(tiny_model(model_type))
+    inputs = padded()
+    inputs["attention_mask"][0, :6] = 0
+    own, gradients = step(model, **inputs)
+    sft_kernels.fuse(model)
+    output, found = step(model, **inputs)
+    assert output.loss.item() == pytest.approx(own.loss.item(), rel=1e-6)
+    assert_near(found, gradients)
+
+
 def test_a_call_that_fails_leaves_the_next_ones_as_they_are():
     model = with_adapters(tiny_model("llama"))
     own, _ = step(model, **padded())
