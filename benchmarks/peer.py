@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import sft_kernels
 from benchmarks.results import Result, read_as, write_as
 from benchmarks.samples import Inputs, Samples
 from benchmarks.workloads import ARMS, LORA_ALPHA, LORA_RANK, SEED, Arm, Workload, find_workload
@@ -245,6 +246,8 @@ def build_hf(job: Job) -> Trainer:
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=job.checkpointing)
     if job.workload.mode != "full":
         model = get_peft_model(model, lora_config(job, model))
+    if job.arm.uses_kernels:
+        print(sft_kernels.fuse(model))
     arguments = transformers.TrainingArguments(
         **trainer_settings(job),
         gradient_checkpointing_kwargs={"use_reentrant": False},
@@ -259,13 +262,17 @@ def build_hf(job: Job) -> Trainer:
 
 def build_trl(job: Job) -> Trainer:
     """Return TRL's SFTTrainer. It adds the adapters and collates by itself."""
+    from peft import get_peft_model
     from transformers import AutoProcessor, set_seed
     from trl import SFTConfig, SFTTrainer
 
     set_seed(SEED)
-    arguments = SFTConfig(**sft_settings(job))
+    arguments = SFTConfig(**sft_settings(job), use_liger_kernel=job.arm.uses_liger)
     model = load_base(job)
     peft_config = None if job.workload.mode == "full" else lora_config(job, model)
+    if job.arm.uses_kernels:
+        model, peft_config = get_peft_model(model, peft_config), None
+        print(sft_kernels.fuse(model))
     return SFTTrainer(
         model,
         arguments,

@@ -119,6 +119,7 @@ class Arm:
     # rows sorted by length within a step, workers that collate, no checkpointing if it fits
     is_best: bool = False
     uses_liger: bool = False
+    uses_kernels: bool = False  # sft_kernels.fuse
     packs: bool = False  # the program groups rows: its steps have other rows than the reference
     by_default: bool = True  # otherwise it runs only when it is named
     variables: tuple[Variable, ...] = ()

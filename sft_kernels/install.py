@@ -1,8 +1,9 @@
 """Install fused kernels on a model: forward methods on its modules; classes are not patched.
 
-The kernels run in training steps (training mode, gradients on) and on packed batches. Evaluation
-and generation run the model's original implementation, so that scores do not depend on the kernels
-that trained the weights. The exception is experts with adapters: their original implementation
+The kernels run in training steps (training mode, gradients on). Evaluation and generation run the
+model's original implementation, so that scores do not depend on the kernels that trained the
+weights. There are two exceptions: attention, if a batch names its documents, because a mask of
+(T, T) may need more memory than training; and experts with adapters, whose original implementation
 needs a copy of all experts.
 """
 

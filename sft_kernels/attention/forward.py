@@ -1,7 +1,7 @@
 """Attention for batches without a mask, and SFT-Play's attention in modules of transformers.
 
-Modules that get `documents.UNMASKED` attend without a mask. Otherwise (in evaluation, in generation
-and with a cache) they run the original implementation. Modules like Llama's get `attention_forward`
+Modules that get `packed.UNMASKED` attend without a mask. Otherwise (in generation, with a cache, and
+in evaluation without documents) they run the original implementation. Modules like Llama's get `attention_forward`
 as their forward method.
 
 Other modules keep their projections, norms and positions. They look up their attention function by
