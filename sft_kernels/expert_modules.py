@@ -76,7 +76,7 @@ def inner_name(experts: nn.Module) -> str:
 
 
 def weight_of(experts: nn.Module, name: str) -> nn.Parameter | None:
-    """Return a parameter as it is stored: packed if it is in 4 bits (`models.experts`)."""
+    """Return a parameter as it is stored: packed if it is in 4 bits."""
     if name in experts._parameters:
         return experts._parameters[name]
     return packed_weight(experts, name)

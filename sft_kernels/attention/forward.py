@@ -1,8 +1,8 @@
 """Attention for batches without a mask, and SFT-Play's attention in modules of transformers.
 
-Modules that get `packed.UNMASKED` attend without a mask. Otherwise (in generation, with a cache, and
-in evaluation without documents) they run the original implementation. Modules like Llama's get `attention_forward`
-as their forward method.
+Modules that get `packed.UNMASKED` attend without a mask. Otherwise (in generation, with a cache,
+and in evaluation without documents) they run the original implementation. Modules like Llama's get
+`attention_forward` as their forward method.
 
 Other modules keep their projections, norms and positions. They look up their attention function by
 the name in their config (AttentionInterface). SFT-Play's functions are registered there as

@@ -14,7 +14,7 @@ from sft_play.plan.traced import TracedStep
 # Per token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
 LOGIT_BYTES = 12
 LOSS_CHUNK_BYTES = 2**28  # of 16-bit logits: linear_cross_entropy.CHUNK_BYTES
-TILE_TOKENS = 16_384  # tokens of an MLP over a long row that is recomputed: fast.linears.tiles
+TILE_TOKENS = 16_384  # tokens of an MLP over a long row that is recomputed: sft_kernels.linears
 OFFLOADS_IN_FLIGHT = 2  # inputs of layers on the GPU: checkpointing.IN_FLIGHT
 
 
