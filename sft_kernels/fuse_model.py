@@ -28,8 +28,9 @@ class Fused(NamedTuple):
 
     def __str__(self) -> str:
         """Return a line for the parts, and one for each proof."""
-        proofs = [f"{name}: differs by {error:.1e}" for name, error in self.proofs.items()]
-        return "\n".join([self.kernels.line(), *proofs])
+        lines = [self.kernels.line()]
+        lines += [f"{name}: differs by {error:.1e}" for name, error in self.proofs.items()]
+        return "\n".join(lines)
 
 
 def fuse(
@@ -110,8 +111,8 @@ class _TrainerCall:
             kwargs.setdefault(DOCUMENTS, _documents(**kwargs))
         elif mask is not None and (mask.dim() != 2 or (mask.diff() > 0).any()):
             # not padded on the right: with positions, the attention of the model reads the mask
-            positions = torch.arange(mask.shape[-1], device=mask.device)[None]
-            kwargs.setdefault("position_ids", positions)
+            positions = torch.arange(mask.shape[-1], device=mask.device)
+            kwargs.setdefault("position_ids", positions[None])
         # the last: TRL's own head
         if self.head is not None and labels is not None and "fused_lm_head" not in kwargs:
             del kwargs["labels"]

@@ -2,8 +2,10 @@
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import stored_forms
 import torch
 from marks import long
 from rank_processes import train_on_two
@@ -17,7 +19,7 @@ from sft_kernels.modules import ATTRIBUTE
 from sft_kernels.process import Process
 from sft_kernels.training_setup import base_model_of
 from sft_play.config.schema import Config
-from sft_play.models import weight_offloading
+from sft_play.models import bnb, weight_offloading
 from sft_play.models.architecture import decoder_layers
 from sft_play.models.checkpointing import checkpoint_layers
 from sft_play.models.load import WeightPlaces, load_model
@@ -111,6 +113,18 @@ def test_losses_gradients_and_weights_are_those_of_a_resident_model(
     model = loaded(base, MODES[mode], offloaded)
     assert {"mlp", "attention"} <= fused_kernels_of(model).on.keys()
     for found, resident in zip(trained(model, recomputed), expected(mode, recomputed), strict=True):
+        assert torch.equal(found, resident)
+
+
+def test_experts_in_mxfp4_train_as_resident_ones_and_are_not_unpacked_for_their_shape(
+    tmp_path, monkeypatch
+):
+    folder = stored_forms.mxfp4(tmp_path)
+    expected = trained(loaded(folder, MODES["qlora"], 0))
+    without_unpacking = SimpleNamespace(pack_mxfp4=bnb.mxfp4.pack_mxfp4)
+    monkeypatch.setattr(bnb, "mxfp4", without_unpacking)  # as PEFT reads experts
+    model = loaded(folder, MODES["qlora"], 2)
+    for found, resident in zip(trained(model), expected, strict=True):
         assert torch.equal(found, resident)
 
 

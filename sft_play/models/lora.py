@@ -14,9 +14,10 @@ from sft_kernels.float8.linear import has_float8, refuse_merging
 from sft_play.config.schema import Config, LoraSection
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError
-from sft_play.models import expert_adapters
+from sft_play.models import bnb, expert_adapters
 from sft_play.models.architecture import text_modules
 from sft_play.models.experts import is_named, linear_names
+from sft_play.models.stored_weights import replaced
 
 
 def add_adapters(
@@ -68,7 +69,8 @@ def add_adapters(
     # PEFT draws on the CPU: the initial weights of a seed do not depend on strategy, GPU or earlier
     # draws
     torch.default_generator.manual_seed(config.train.seed)
-    adapted = expert_adapters.add_expert_adapters(model, adapters, lora.experts == "shared")
+    with replaced(bnb, has_shapes_alone=True):
+        adapted = expert_adapters.add_expert_adapters(model, adapters, lora.experts == "shared")
     if config.model.adapter and not config.train.resume_from:
         expert_adapters.load_adapter_weights(adapted, config.model.adapter)
     _train_modules_in_float32(adapted)

@@ -218,8 +218,7 @@ def _drafts(inputs: PlanInputs, step: StepSpec) -> Iterator[Draft]:
     counts = (asked,)
     if asked == "auto":  # shorter rows have other ways to fit
         counts = SHARING_RANKS if inputs.config.model.max_seq_len >= LONG_ROW else (1,)
-    first: Draft | None = None
-    refused: ConfigError | None = None
+    first = refused = None
     for count in counts:
         if count > 1 and why_not_shared(inputs, step, count) is not None:
             continue
