@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from sft_kernels.attention.forward import implementations
 from sft_kernels.documents import DOCUMENTS, Documents
 from sft_kernels.install import FusedKernels, install_kernels
+from sft_kernels.linears.four_bit import keep_differentiable
 from sft_kernels.loss.head import FusedHead, forward_of_head
 from sft_kernels.loss.tokens import labelled
 from sft_kernels.process import Process
@@ -36,13 +37,12 @@ class Fused(NamedTuple):
 def fuse(
     model: PreTrainedModel | PeftModel,
     compute_dtype: torch.dtype | None = None,
-    longest_row: int | None = None,
 ) -> Fused:
     """Fuse every part of a model whose fused result is proven to be the same, and return these.
 
     Call it on every rank, after adapters are added, on the device that trains, and before DDP or
     FSDP2 wraps the model, as trainers do. `compute_dtype` is that of mixed precision, by default
-    the model's; `longest_row` the tokens of the longest row, if all are short.
+    the model's.
 
     If the loss is fused, a model in training mode that gets labels (B, T) returns it, and no
     logits. Documents of a packed row are found by cu_seq_lens_q, or by position_ids.
@@ -58,21 +58,22 @@ def fuse(
         model,
         Process.alone(device_of(next(base.parameters())), compute_dtype or base.dtype),
         is_full=not isinstance(model, PeftModel),
-        longest_row=longest_row,
     )
-    modules = {}
-    for module in model.modules():  # hooks are added to dictionaries
-        modules[module] = {
+    modules = {
+        # hooks are added to dictionaries
+        module: {
             name: value.copy() if isinstance(value, dict) else value
             for name, value in vars(module).items()
         }
-    before = implementations(setup.decoder), modules
+        for module in model.modules()
+    }
+    vars(base)[BEFORE] = implementations(setup.decoder), modules
+    keep_differentiable(base)
     kernels = install_kernels(setup)
     head = forward_of_head(model)
     call = _TrainerCall(kernels, head if isinstance(head, FusedHead) else None)
     base.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True)
     base.register_forward_hook(call.after)
-    vars(base)[BEFORE] = before
     return Fused(kernels, setup.newly_proved)
 
 

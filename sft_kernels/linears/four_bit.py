@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 from bitsandbytes.functional import QuantState, dequantize_4bit
-from bitsandbytes.nn import Params4bit
-from torch import Tensor
+from bitsandbytes.nn import Linear4bit, Params4bit
+from torch import Tensor, nn
 
 from sft_kernels import mxfp4
 from sft_kernels.mxfp4 import MXFP4, Mxfp4State, is_transposed, packed_shape
@@ -282,3 +282,15 @@ def _scale_tensors(state: QuantState) -> tuple[Tensor, ...]:
         return (state.absmax,) * 4
     outer = state.state2
     return state.absmax, outer.code, outer.absmax, state.offset
+
+
+def keep_differentiable(model: nn.Module) -> None:
+    """Stop bitsandbytes from repacking 4-bit weights when the model is evaluated on a CPU.
+
+    On a CPU with AVX512-BF16 it repacks them for inference and never packs them back. Its matrix
+    multiplication with repacked weights has no gradient. Training after an evaluation would
+    continue with gradients that are wrong by 100 %, and with scales rounded to bfloat16.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False

@@ -32,6 +32,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_kernels import mxfp4
 from sft_kernels.expert_modules import packed_weight
+from sft_kernels.linears.four_bit import keep_differentiable
 from sft_kernels.mxfp4 import Mxfp4State
 from sft_kernels.sharded import run_within
 from sft_play.config.schema import Config
@@ -112,18 +113,6 @@ def finish_loading(model: nn.Module, storage: torch.dtype) -> None:
     keep_differentiable(model)
     refuse_wrong_unpacking(model)
     log_packed(model)
-
-
-def keep_differentiable(model: nn.Module) -> None:
-    """Stop bitsandbytes from repacking 4-bit weights when the model is evaluated on a CPU.
-
-    On a CPU with AVX512-BF16 it repacks them for inference and never packs them back. Its matrix
-    multiplication with repacked weights has no gradient. Training after an evaluation would
-    continue with gradients that are wrong by 100 %, and with scales rounded to bfloat16.
-    """
-    for module in model.modules():
-        if isinstance(module, Linear4bit):
-            module.support_avx512bf16_for_cpu = False
 
 
 def refuse_wrong_unpacking(model: nn.Module) -> None:

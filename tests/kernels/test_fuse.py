@@ -13,7 +13,13 @@ import torch
 from tiny_models import tiny_model, with_adapters
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
 
 import sft_kernels
 from sft_kernels.training_setup import base_model_of
@@ -98,6 +104,23 @@ def test_documents_of_a_packed_row_are_those_of_separate_rows(model_type, named_
             packed |= {f"cu_seq_lens_{side}": ends.int(), f"max_length_{side}": max(LENGTHS)}
     output, found = step(model, input_ids=ids, labels=labels, **packed)
     assert output.loss.item() == pytest.approx(loss, rel=1e-6)
+    assert_near(found, gradients)
+
+
+def test_4_bit_weights_on_a_cpu_keep_their_gradients():
+    """bitsandbytes repacks them in an evaluation, as a proof is, and then has no gradient."""
+    packing = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(
+        ROOT / "data" / "tiny_llama",
+        quantization_config=packing,
+        device_map={"": "cpu"},
+        dtype=torch.float32,
+    )
+    model = with_adapters(base)
+    own, gradients = step(model, **padded())
+    assert "linears" in sft_kernels.fuse(model).kernels.on
+    output, found = step(model, **padded())
+    assert output.loss.item() == pytest.approx(own.loss.item(), rel=1e-6)
     assert_near(found, gradients)
 
 
