@@ -132,22 +132,17 @@ def sft_settings(job: Job) -> dict[str, Any]:
 def sequences_per_step(job: Job) -> int:
     """Return how many packed sequences have about as many tokens as a step of the other arms."""
     samples = Samples.read(job.inputs.samples)
-    return max(
-        1, round(job.workload.rows_per_step * samples.lengths.mean() / job.workload.max_seq_len)
-    )
+    tokens = job.workload.rows_per_step * samples.lengths.mean()
+    return max(1, round(tokens / job.workload.max_seq_len))
 
 
 def trainer_settings(job: Job) -> dict[str, Any]:
     """Return the arguments that transformers, TRL and Unsloth share."""
-    rows_per_step = job.workload.rows_per_step
-    order = "sequential"
-    if job.arm.packs:
-        rows_per_step = sequences_per_step(job)
-        order = "random"  # packing sorts: without shuffling, long rows would come first
-    workers = 0
+    rows_per_step = sequences_per_step(job) if job.arm.packs else job.workload.rows_per_step
+    # packing sorts: without shuffling, long rows would come first
+    order = "random" if job.arm.packs else "sequential"
     # Unsloth's notebooks collate in the training process
-    if job.arm.is_best and job.arm.program != "unsloth" and not job.on_cpu:
-        workers = 2
+    has_workers = job.arm.is_best and job.arm.program != "unsloth" and not job.on_cpu
     return {
         "output_dir": str(job.out.parent / "run"),
         "per_device_train_batch_size": job.rows,
@@ -169,7 +164,7 @@ def trainer_settings(job: Job) -> dict[str, Any]:
         "seed": SEED,
         "use_cpu": job.on_cpu,
         "train_sampling_strategy": order,
-        "dataloader_num_workers": workers,
+        "dataloader_num_workers": 2 if has_workers else 0,
     }
 
 
@@ -200,13 +195,12 @@ def lora_config(job: Job, model: PreTrainedModel) -> LoraConfig:
     """
     from peft import LoraConfig
 
-    linears = LANGUAGE_LINEARS if job.workload.with_images else linear_names(model)
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=LORA_RANK,
         lora_alpha=LORA_ALPHA,
         lora_dropout=0.0,
-        target_modules=linears,
+        target_modules=LANGUAGE_LINEARS if job.workload.with_images else linear_names(model),
         target_parameters=expert_parameters(model) or None,
         bias="none",
     )
@@ -271,7 +265,8 @@ def build_trl(job: Job) -> Trainer:
     model = load_base(job)
     peft_config = None if job.workload.mode == "full" else lora_config(job, model)
     if job.arm.uses_kernels:
-        model, peft_config = get_peft_model(model, peft_config), None
+        if peft_config is not None:
+            model, peft_config = get_peft_model(model, peft_config), None
         print(sft_kernels.fuse(model))
     return SFTTrainer(
         model,
@@ -298,15 +293,13 @@ def build_unsloth(job: Job) -> Trainer:
         use_gradient_checkpointing=recompute,
     )
     if job.workload.mode != "full":
-        names = set(linear_names(model))
-        if expert_parameters(model):
-            names |= UNSLOTH_EXPERTS
+        experts = UNSLOTH_EXPERTS if expert_parameters(model) else ()
         model = FastLanguageModel.get_peft_model(
             model,
             r=LORA_RANK,
             lora_alpha=LORA_ALPHA,
             lora_dropout=0.0,
-            target_modules=sorted(names),
+            target_modules=sorted({*linear_names(model), *experts}),
             bias="none",
             use_gradient_checkpointing=recompute,
             random_state=SEED,
