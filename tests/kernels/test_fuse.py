@@ -124,6 +124,31 @@ def test_4_bit_weights_on_a_cpu_keep_their_gradients():
     assert_near(found, gradients)
 
 
+def test_float32_weights_train_under_autocast_as_with_their_own_code():
+    model = with_adapters(tiny_model("llama"))
+    assert next(model.parameters()).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        own, gradients = step(model, **padded())
+        kernels = sft_kernels.fuse(model, compute_dtype=torch.bfloat16).kernels
+        output, found = step(model, **padded())
+    assert {"attention", "linears", "loss"} <= kernels.on.keys()
+    assert output.loss.item() == pytest.approx(own.loss.item(), rel=2e-3)
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).norm() <= 0.05 * gradient.norm(), name
+
+
+def test_saved_files_and_generated_ids_are_those_of_the_own_code(tmp_path):
+    model = with_adapters(tiny_model("llama")).eval()
+    own = model.generate(input_ids=drawn(1, 12), max_new_tokens=8, do_sample=False)
+    model.save_pretrained(tmp_path / "own")
+    sft_kernels.fuse(model)
+    fused = model.eval().generate(input_ids=drawn(1, 12), max_new_tokens=8, do_sample=False)
+    model.save_pretrained(tmp_path / "fused")
+    assert torch.equal(own, fused)
+    for path in (tmp_path / "own").iterdir():
+        assert (tmp_path / "fused" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
 class Rows(Dataset):
     """Rows of different lengths."""
 
@@ -222,7 +247,10 @@ model.train()(input_ids=ids, labels=ids).loss.backward()
 
 
 def test_it_works_without_sft_play():
-    subprocess.run([sys.executable, "-c", HIDDEN], cwd=ROOT, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", HIDDEN], cwd=ROOT, timeout=120, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_package_alone_has_all_its_folders():
