@@ -5,6 +5,23 @@
 
 `fuse` comes after PEFT's adapters are added. Nothing else changes: transformers' Trainer, TRL's
 SFTTrainer and accelerate train the model. Modules without torch can be imported without it.
+
+Each part of a model has a package: `attention`, `experts`, `linears`, `loss`, `mixers` and `norms`;
+`float8` stores base weights. An `install_` function in each finds the modules of its part and sets
+their fused forward methods. The package's other modules contain the formula first, then a reference
+in torch, then the kernel if there is one. All packages use the modules next to them:
+
+    install        installs one part after the other on a loaded model: start reading here
+    fuse_model     `fuse` and `undo`, which give any trainer the same
+    training_setup the model, and how it will be trained; `process` says where
+    recognize      what a module computes, found from its structure
+    capture        real inputs of the modules
+    trial          one module's own code and its fused code on those inputs
+    proof          whether outputs and gradients of both are the same
+    documents      where the documents of a packed batch begin; `packed` shows them to modules
+    trees          the same for samples with shared beginnings
+    needs          memory that parts use, before a model is loaded
+    sharded        parameters of FSDP2; `partitioned` those of ZeRO
 """
 
 from importlib import import_module

@@ -34,10 +34,7 @@ class Fused(NamedTuple):
         return "\n".join(lines)
 
 
-def fuse(
-    model: PreTrainedModel | PeftModel,
-    compute_dtype: torch.dtype | None = None,
-) -> Fused:
+def fuse(model: PreTrainedModel | PeftModel, compute_dtype: torch.dtype | None = None) -> Fused:
     """Fuse every part of a model whose fused result is proven to be the same, and return these.
 
     Call it on every rank, after adapters are added, on the device that trains, and before DDP or
@@ -130,9 +127,7 @@ class _TrainerCall:
 
 
 def _documents(
-    cu_seq_lens_q: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    **_: Any,
+    cu_seq_lens_q: torch.Tensor | None = None, position_ids: torch.Tensor | None = None, **_: Any
 ) -> Documents | None:
     """Return the documents of a packed row (1, T); None if the row is one. Waits for the GPU."""
     boundaries = cu_seq_lens_q

@@ -39,11 +39,7 @@ from sft_kernels.attention.reference import (
 )
 from sft_kernels.linears.lora import LinearGroup
 from sft_kernels.modules import decoder_of
-from sft_kernels.packed import (
-    UNMASKED,
-    PackedDocuments,
-    is_unmasked,
-)
+from sft_kernels.packed import UNMASKED, PackedDocuments, is_unmasked
 from sft_kernels.recognize import AttentionKind
 from sft_kernels.training_setup import is_training
 

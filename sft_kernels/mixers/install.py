@@ -30,11 +30,7 @@ from sft_kernels.documents import Documents
 from sft_kernels.linear_attention import torch_code, uses_fla, why_no_fla
 from sft_kernels.mixers.forward import LEFT_OUT, forward_packed, install_mixer, rebound
 from sft_kernels.norms.install import install_gated_norms
-from sft_kernels.packed import (
-    PackedDocuments,
-    hide_arguments,
-    watch_documents,
-)
+from sft_kernels.packed import PackedDocuments, hide_arguments, watch_documents
 from sft_kernels.training_setup import TrainingSetup, Unsupported
 from sft_kernels.trial import TOLERANCES, Forward, Result, Trial
 
@@ -143,6 +139,9 @@ def tune_kernels(trial: Trial, fast: Forward, packed: PackedDocuments) -> None:
     with torch_code(False):
         if not uses_fla(next(trial.module.parameters())):
             return
+        logger.info(
+            "tuning the kernels of linear attention for this GPU, which a later run finds on disk"
+        )
         call = tiled(trial.call)
         hidden = hidden_states(call, TUNED_TOKENS)
         with torch.enable_grad(), packed.showing(_documents(hidden.device)):
