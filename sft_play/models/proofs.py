@@ -27,15 +27,10 @@ from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-
 OTHERS_WRITE = 0o022  # mode bits of a file that others than its owner may write
 
-
 CPUS = Path("/proc/cpuinfo")
-
-
 DRIVER = Path("/proc/driver/nvidia/version")
-
 
 # Environment variables that may select other kernels
 VARIABLES = re.compile(
@@ -55,7 +50,7 @@ class ProofStore:
     def take(self, setup: TrainingSetup) -> None:
         """Add earlier proofs to a setup, if every rank has them. Every rank must call it.
 
-        Process gather sharded weights together, so either all of them prove a kernel or none does.
+        Ranks gather sharded weights together, so either all of them prove a kernel or none does.
         """
         self.path = self.folder / f"{fingerprint(**facts_of(setup, self.environ))}.json"
         record = self._read()
