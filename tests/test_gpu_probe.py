@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from make_runs import check_losses, losses
 
+from sft_play.plan.probe_fit import MeasuredFit, ProbePoint
+from sft_play.plan.run_plan import read_plan
+from sft_play.runs.folder import RunFolder
 from sft_play.training.engine import create_accelerator
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,6 +111,7 @@ def train(folder: Path, base: Path, rows: Path, **variables: str) -> dict[str, A
     return {
         **json.loads((run / "run.json").read_text()),
         "plan": json.loads((run / "plan.json").read_text()),
+        "planned": read_plan(RunFolder(run)),
         "weights": weights,
     }
 
@@ -161,12 +165,15 @@ def test_a_probed_run_on_a_gpu_is_the_run_that_was_not(
 
 @pytest.mark.parametrize("variables", CASES, ids=named)
 def test_a_fit_of_two_small_steps_predicts_a_larger_one_within_5_percent(probed_run, variables):
-    facts = probed_run(variables)["probe"]
+    probed = probed_run(variables)
+    facts, plan = probed["probe"], probed["planned"]
     assert (
         len(facts["points"]) == 3
         and facts["points"][2]["tokens"] >= 4 * facts["points"][1]["tokens"]
     )
-    predicted = max(facts["predicted_after"][name] for name in facts["points"][2]["phases"])
+    points = [ProbePoint(**point) for point in facts["points"]]
+    phases = MeasuredFit(plan.step, *points[:2]).phases(plan.layout)
+    predicted = max(phases[name] for name in points[2].phases)
     print(
         f"\nprobe {named(variables)} predicted={predicted / GIB:.3f}GiB verified={facts['verified_bytes'] / GIB:.3f}GiB in {facts['seconds']:.1f}s"
     )

@@ -193,6 +193,14 @@ def request_of_started_run(request: BatchRequest, planned: Layout) -> BatchReque
     return replace(request, gradient_checkpointing=planned.checkpointed_layers > 0)
 
 
+def point_of(layout: Layout, points: Sequence[ProbePoint]) -> ProbePoint | None:
+    """Return what was measured of a layout itself; None if it was not tried."""
+    for point in points:
+        if (point.tokens, point.checkpointed_layers) == (layout.tokens, layout.checkpointed_layers):
+            return point
+    return None
+
+
 def is_known_to_fit(
     step: StepSpec, layout: Layout, points: Sequence[ProbePoint], budget: int
 ) -> bool:

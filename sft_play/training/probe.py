@@ -99,7 +99,9 @@ class Probe:
         elif len(points) > len(cached):
             probe_fit.write_points(folder, fingerprint, points)
         is_cached = len(points) == len(cached)
-        return ProbeResult(layout, points, fit, fit.memory(layout), budget, is_cached)
+        point = probe_fit.point_of(layout, points)
+        at_layout = MeasuredFit(self.step, point, point) if point else fit
+        return ProbeResult(layout, points, fit, at_layout.memory(layout), budget, is_cached)
 
     def _as_planned(self, dry_run: DryRun, budget: int) -> ProbeResult:
         """Try the unchanged plan, and replace its bytes with the measured ones."""
@@ -319,14 +321,10 @@ def _note_padding(probe: Probe, layout: Layout) -> dict[str, int]:
 
 
 def _probe_report(probe: Probe, result: ProbeResult, seconds: float) -> ProbeReport:
-    layout = result.layout
-    verified = None
-    if probe.memory.is_exact:
-        context = probe_fit.context_bytes(probe.step, layout)
-        for point in result.points:
-            measured = (point.tokens, point.checkpointed_layers)
-            if measured == (layout.tokens, layout.checkpointed_layers):
-                verified = point.peak + context
+    layout, verified = result.layout, None
+    point = probe_fit.point_of(layout, result.points)
+    if probe.memory.is_exact and point:
+        verified = point.peak + probe_fit.context_bytes(probe.step, layout)
     return ProbeReport(
         points=result.points,
         predicted_before=step_bytes(probe.step, layout).totals(),
@@ -341,9 +339,7 @@ def _probe_report(probe: Probe, result: ProbeResult, seconds: float) -> ProbeRep
 def _line(probe: Probe, result: ProbeResult, facts: ProbeReport) -> str:
     """Return the log line of a probe."""
     layout = result.layout
-    context = 0
-    if probe.memory.is_exact:
-        context = probe_fit.context_bytes(probe.step, layout)
+    context = probe_fit.context_bytes(probe.step, layout) if probe.memory.is_exact else 0
     peaks = result.points[-1].phases.items()
     measured = " ".join(f"{name}={(peak + context) / GIB:.2f}GiB" for name, peak in peaks)
     predicted = f"{max(facts.predicted_before.values()) / GIB:.2f}"
