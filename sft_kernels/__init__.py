@@ -4,10 +4,11 @@
     sft_kernels.undo(model)
 
 `fuse` comes after PEFT's adapters are added. Nothing else changes: transformers' Trainer, TRL's
-SFTTrainer and accelerate train the model. Modules without torch can be imported without it.
+SFTTrainer and accelerate train the model. `float8` stores the weights under adapters in float8,
+`documents` names the documents of a packed row. Modules without torch can be imported without it.
 
 Each part of a model has a package: `attention`, `experts`, `linears`, `loss`, `mixers` and `norms`;
-`float8` stores base weights. An `install_` function in each finds the modules of its part and sets
+`e4m3` stores base weights. An `install_` function in each finds the modules of its part and sets
 their fused forward methods. The package's other modules contain the formula first, then a reference
 in torch, then the kernel if there is one. All packages use the modules next to them:
 
@@ -18,7 +19,7 @@ in torch, then the kernel if there is one. All packages use the modules next to 
     capture        real inputs of the modules
     trial          one module's own code and its fused code on those inputs
     proof          whether outputs and gradients of both are the same
-    documents      where the documents of a packed batch begin; `packed` shows them to modules
+    boundaries     where the documents of a packed batch begin; `packed` shows them to modules
     trees          the same for samples with shared beginnings
     needs          memory that parts use, before a model is loaded
     sharded        parameters of FSDP2; `partitioned` those of ZeRO
@@ -27,11 +28,14 @@ in torch, then the kernel if there is one. All packages use the modules next to 
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Fused", "fuse", "undo"]
+MODULES = dict.fromkeys(("Fused", "documents", "fuse", "undo"), "fuse_model") | {
+    "float8": "e4m3.linear"
+}
+__all__ = [*MODULES]
 
 
 def __getattr__(name: str) -> Any:
     """Return a public name, whose module imports torch."""
-    if name in __all__:
-        return getattr(import_module("sft_kernels.fuse_model"), name)
+    if name in MODULES:
+        return getattr(import_module(f"sft_kernels.{MODULES[name]}"), name)
     raise AttributeError(f"sft_kernels has no {name}")

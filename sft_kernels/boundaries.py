@@ -60,6 +60,11 @@ class Documents:
         values = (self.boundaries, self.boundaries, self.longest, self.longest)
         return dict(zip(BOUNDARIES, values, strict=True))
 
+    def as_trees(self, positions: Tensor, ends: Tensor, branches: Sequence[Branch]) -> Self:
+        """Return the documents as trees; the first two are (B * T,), of `trees.lay_out`."""
+        tree = TreeRows(positions.int(), ends.int(), branches)
+        return replace(self, longest=int(positions.max()) + 1, tree=tree)
+
     def on(self, device: torch.device) -> Self:
         """Return the same documents for modules on a device; they are copied there once."""
         if self.boundaries.device == device:

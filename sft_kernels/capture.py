@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PretrainedConfig, PreTrainedModel
 
-from sft_kernels.documents import Documents
+from sft_kernels.boundaries import Documents
 from sft_kernels.expert_modules import find_experts, true_shape
 from sft_kernels.modules import decoder_of
 from sft_kernels.packed import watch_documents

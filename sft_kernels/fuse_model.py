@@ -1,5 +1,6 @@
 """Fuse a model for any trainer, and undo it. Legend: B rows, T tokens per row."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,14 +10,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sft_kernels.attention.forward import implementations
-from sft_kernels.documents import DOCUMENTS, Documents
-from sft_kernels.install import FusedKernels, install_kernels
+from sft_kernels.boundaries import DOCUMENTS, Documents
+from sft_kernels.install import FusedKernels, install_kernels, why_no_trees
 from sft_kernels.linears.four_bit import keep_differentiable
 from sft_kernels.loss.head import FusedHead, forward_of_head
 from sft_kernels.loss.tokens import labelled
 from sft_kernels.process import Process
 from sft_kernels.sharded import device_of, is_sharded
 from sft_kernels.training_setup import TrainingSetup, base_model_of, is_training
+from sft_kernels.trees import Branch, lay_out
 
 BEFORE = "before_sft_kernels"  # attribute of a base model, see `undo`
 
@@ -105,6 +107,12 @@ class _TrainerCall:
             return None
         kwargs = dict(kwargs)
         mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
+        tree, parents = getattr(kwargs.get(DOCUMENTS), "tree", None), None
+        if tree is not None:
+            reason = why_no_trees(model, self.kernels)
+            if reason is not None or self.head is None:
+                raise ValueError(f"this model takes no trees: {reason or 'its loss is not fused'}")
+            parents = torch.from_numpy(lay_out(tree.branches).parents)
         if mask is None and self.kernels.reads_boundaries:
             kwargs.setdefault(DOCUMENTS, _documents(**kwargs))
         elif mask is not None and (mask.dim() != 2 or (mask.diff() > 0).any()):
@@ -114,16 +122,44 @@ class _TrainerCall:
         # the last: TRL's own head
         if self.head is not None and labels is not None and "fused_lm_head" not in kwargs:
             del kwargs["labels"]
-            self.head.tokens = labelled(labels)
-            self.total = kwargs.pop("num_items_in_batch", None) or self.head.tokens.total_weight
+            if parents is not None:
+                parents = parents.to(labels.device)
+            self.head.tokens = labelled(labels, parents=parents)
+            self.total = kwargs.pop("num_items_in_batch", None)
+            if self.total is None:
+                self.total = self.head.tokens.total_weight
         return args, kwargs
 
     def after(self, model: nn.Module, args: tuple, output: Any) -> Any:
         """Return the output with the loss and without logits, if the head has computed it."""
         if self.total is not None:
-            output["loss"], output["logits"] = self.head.nll.reshape(()) / self.total, None
+            loss = self.head.nll.reshape(()) / self.total
+            if isinstance(output, tuple):  # return_dict=False
+                output = (loss, None, *output[1:])
+            else:
+                output["loss"], output["logits"] = loss, None
             self.total = self.head.tokens = self.head.nll = None
         return output
+
+
+def documents(*parts: int | Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """Return a fused model's arguments for a packed row (1, T) of documents, on the CPU.
+
+    A part is the tokens of a document, or a tree of samples that begin alike. A tree has a pair for
+    each sample, depth first: how many tokens of the sample before it begin the sample, and how many
+    new tokens follow. The row has each token once. A label stands at its token and is predicted by
+    the token before it in the sample, so `labels` (1, T) have a tree's tokens, too.
+
+    >>> documents(2, [(0, 3), (1, 2)])["position_ids"].tolist()
+    [[0, 1, 0, 1, 2, 1, 2]]
+    """
+    trees = [[(0, part)] if isinstance(part, int) else part for part in parts]
+    branches = [Branch(*branch) for tree in trees for branch in tree]
+    positions, ends, _ = map(torch.from_numpy, lay_out(branches))
+    found = Documents.of_lengths([sum(new for _, new in tree) for tree in trees])
+    if any(branch.shared for branch in branches):
+        found = found.as_trees(positions, ends, branches)
+    return {DOCUMENTS: found, "position_ids": positions[None]}
 
 
 def _documents(

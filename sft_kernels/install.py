@@ -21,11 +21,7 @@ from sft_kernels.attention.install import install_attention, reads_rows
 from sft_kernels.experts.install import install_experts
 from sft_kernels.linear_attention import torch_code
 from sft_kernels.linears.lora import bind_when_changed
-from sft_kernels.linears.mlp import (
-    install_linears,
-    install_mlp,
-    why_mlp_linears_not_fusable,
-)
+from sft_kernels.linears.mlp import install_linears, install_mlp, why_mlp_linears_not_fusable
 from sft_kernels.loss.head import install_loss
 from sft_kernels.mixers.install import install_mixers
 from sft_kernels.needs import ALL_PARTS, LINEARS_OF_MLP, PARTS
@@ -82,6 +78,17 @@ def fused_kernels_of(model: nn.Module) -> FusedKernels:
     return getattr(base_model_of(model), "fast_path", FusedKernels({}, {}))
 
 
+def why_no_trees(model: nn.Module, kernels: FusedKernels) -> str | None:
+    """Return why a model cannot train trees of samples, None if it can."""
+    for module in model.modules():
+        state = vars(module).get("mixer_state")
+        if state and not state.takes_trees:
+            return f"the state of {type(module).__name__} cannot branch"
+    if "attention" not in kernels.on:
+        return f"no fused attention ({kernels.off.get('attention', 'nothing is fused')})"
+    return None
+
+
 @contextlib.contextmanager
 def _gathering(setup: TrainingSetup) -> Iterator[None]:
     """Keep weights outside of layers gathered; layers gather theirs while they run."""
@@ -104,8 +111,8 @@ def _install_parts(setup: TrainingSetup, proofs: Any) -> FusedKernels:
     watch_documents(setup.base, setup.decoder, setup.encoders)
     if getattr(setup.decoder.config, "attention_chunk_size", None):
         setup.decoder.register_forward_pre_hook(mask_chunks, with_kwargs=True)
-    if setup.is_off:
-        off[ALL_PARTS] = "train.fast_path=false"
+    if setup.why_off:
+        off[ALL_PARTS] = setup.why_off
         parts = [MIXERS]
     elif setup.has_values or setup.is_traced:
         with torch_code():

@@ -10,7 +10,7 @@ LINEARS_OF_MLP = "linears of the mlp"  # of the part mlp: its elementwise kernel
 # Why a part is not fused
 ZERO_3 = "weights partitioned by ZeRO-3"
 DORA = "PEFT computes DoRA"
-DROPOUT = "PEFT computes the dropout of tuning.lora.dropout"
+DROPOUT = "PEFT computes the dropout of adapters"
 TRAINED_TOKENS = "the output head has trained tokens"
 MIN_CAPABILITY = (8, 0)  # of a GPU for torch's flash attention
 PROVEN_EXPERTS = 4  # per module, for which a proof runs the original implementation

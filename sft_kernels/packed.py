@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
-from sft_kernels.documents import BOUNDARIES, DOCUMENTS, Documents
+from sft_kernels.boundaries import BOUNDARIES, DOCUMENTS, Documents
 
 
 class PackedDocuments:

@@ -37,7 +37,7 @@ class TrainingSetup:
     zero_stage: int = 0  # of DeepSpeed; 0 without it
     is_full: bool = False  # every weight is trained; otherwise the base is frozen
     is_quantized: bool = False  # the base is in 4 bits
-    is_off: bool = False  # nothing is fused; documents are kept apart
+    why_off: str | None = None  # why nothing is fused; documents are kept apart
     attention: str = "auto"  # transformers' implementation that was asked for
     longest_row: int | None = None  # tokens of the longest training row, if it is known
     encoders: tuple[nn.Module, ...] = ()  # parts of the model that read no text

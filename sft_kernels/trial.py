@@ -34,7 +34,7 @@ from sft_kernels.expert_modules import (
     unwrap,
     weight_of,
 )
-from sft_kernels.float8.linear import Float8Linear
+from sft_kernels.e4m3.linear import Float8Linear
 from sft_kernels.linears import four_bit
 from sft_kernels.needs import PROVEN_EXPERTS
 from sft_kernels.process import Process

@@ -21,7 +21,7 @@ from architecture_steps import (
 from architecture_table import PAGE
 from tiny_models import MODEL_TYPES, NEWER, TINY, tiny_model
 
-from sft_kernels.documents import DOCUMENTS
+from sft_kernels.boundaries import DOCUMENTS
 from sft_kernels.install import fused_kernels_of
 from sft_play.data.collate import PackCollator
 from sft_play.errors import ConfigError

@@ -15,7 +15,7 @@ from sft_kernels.attention.flex import attend_flex
 from sft_kernels.attention.forward import remove_mask
 from sft_kernels.attention.kernels import attend
 from sft_kernels.attention.reference import Scoring
-from sft_kernels.documents import Documents, TreeRows
+from sft_kernels.boundaries import Documents, TreeRows
 from sft_kernels.packed import (
     UNMASKED,
     PackedDocuments,

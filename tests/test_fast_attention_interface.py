@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from sft_kernels.attention import forward as attention_interface
 from sft_kernels.attention.forward import keep_soft_caps, remove_mask, use_interface
-from sft_kernels.documents import DOCUMENTS, Documents
+from sft_kernels.boundaries import DOCUMENTS, Documents
 from sft_kernels.packed import UNMASKED, watch_documents
 
 ROWS, TOKENS = 2, 24

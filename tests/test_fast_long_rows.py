@@ -12,7 +12,7 @@ from sft_kernels.attention import kernels as attention_kernels
 from sft_kernels.attention.flex import BLOCK, make_block_mask
 from sft_kernels.attention.kernels import MAX_ELEMENTS, attend
 from sft_kernels.attention.reference import Scoring
-from sft_kernels.documents import Documents
+from sft_kernels.boundaries import Documents
 
 FAST = Path(sft_kernels.__path__[0])
 KERNELS = sorted(FAST.rglob("*kernel*.py"))

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from sft_kernels import packed as by_document
 from sft_kernels.capture import LENGTHS
-from sft_kernels.documents import Documents
+from sft_kernels.boundaries import Documents
 from sft_kernels.mixers import forward as mixer_forward
 from sft_kernels.mixers import indices
 from sft_kernels.mixers import install as mixer_install

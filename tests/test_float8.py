@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from sft_kernels.float8 import quantize as products
-from sft_kernels.float8.linear import Float8Linear, is_float8
-from sft_kernels.float8.quantize import quantize, quantize_weight, why_not_quantized
-from sft_kernels.float8.rows import FLOAT8, LARGEST
+from sft_kernels.e4m3 import quantize as products
+from sft_kernels.e4m3.linear import Float8Linear, is_float8
+from sft_kernels.e4m3.quantize import quantize, quantize_weight, why_not_quantized
+from sft_kernels.e4m3.rows import FLOAT8, LARGEST
 from sft_kernels.process import Process
 from sft_kernels.trial import float32_copy
 from sft_play.config.schema import Config

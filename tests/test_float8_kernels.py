@@ -28,9 +28,9 @@ def test_the_gpus_kernels_compute_what_the_references_do():
 
 INTERPRETED = """
 import torch
-from sft_kernels.float8 import rows as kernels
-from sft_kernels.float8.rows import FLOAT8
-from sft_kernels.float8.quantize import quantize_reference
+from sft_kernels.e4m3 import rows as kernels
+from sft_kernels.e4m3.rows import FLOAT8
+from sft_kernels.e4m3.quantize import quantize_reference
 
 kernels.BLOCK, kernels.TILE = 64, 16  # several a row, the last one not full
 torch.manual_seed(0)

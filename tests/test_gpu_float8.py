@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from sft_kernels.float8 import quantize as products
-from sft_kernels.float8.linear import Float8Linear
-from sft_kernels.float8.quantize import quantize, quantize_reference, quantize_weight
-from sft_kernels.float8.rows import FLOAT8, Quantized
+from sft_kernels.e4m3 import quantize as products
+from sft_kernels.e4m3.linear import Float8Linear
+from sft_kernels.e4m3.quantize import quantize, quantize_reference, quantize_weight
+from sft_kernels.e4m3.rows import FLOAT8, Quantized
 from sft_kernels.needs import FLOAT8_CAPABILITY
 from sft_kernels.process import Process
 from sft_play.config.schema import Config
@@ -65,7 +65,7 @@ def test_what_is_not_finite_shows(bad):
 
 @pytest.mark.parametrize("shape", [(16, 16), (1024, 4096), (14336, 4096), (272, 1008)])
 def test_a_transpose_moves_every_weight(shape):
-    from sft_kernels.float8 import rows as kernels
+    from sft_kernels.e4m3 import rows as kernels
 
     weight = torch.randint(0, 255, shape, dtype=torch.uint8, device=GPU).view(FLOAT8)
     found = kernels.transposed(weight).view(torch.uint8)

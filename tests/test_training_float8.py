@@ -8,7 +8,7 @@ from run_files import run_json
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from sft_kernels.float8.linear import Float8Linear
+from sft_kernels.e4m3.linear import Float8Linear
 from sft_play import cli
 from sft_play.errors import CheckpointError
 from sft_play.inference.load import load_run

@@ -16,16 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    BlockMask,
-    and_masks,
-    flex_attention,
-)
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sft_kernels.attention.reference import Scoring
-from sft_kernels.documents import Documents
+from sft_kernels.boundaries import Documents
 
 BLOCK = 128  # tokens
 SHAPES = 64  # recompile limit of torch: there are few widths, kinds of layers and modes

@@ -31,12 +31,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from sft_kernels.attention.kernels import attend
-from sft_kernels.attention.reference import (
-    Scoring,
-    apply_rotary,
-    image_masks,
-    with_image_rows,
-)
+from sft_kernels.attention.reference import Scoring, apply_rotary, image_masks, with_image_rows
 from sft_kernels.linears.lora import LinearGroup
 from sft_kernels.modules import decoder_of
 from sft_kernels.packed import UNMASKED, PackedDocuments, is_unmasked

@@ -22,11 +22,7 @@ from sft_kernels.linears.lora import LinearGroup
 from sft_kernels.needs import MIN_CAPABILITY, has_liger
 from sft_kernels.packed import UNMASKED, watch_documents
 from sft_kernels.proof import prove
-from sft_kernels.recognize import (
-    AttentionKind,
-    attention_kind_of,
-    calls_attention_interface,
-)
+from sft_kernels.recognize import AttentionKind, attention_kind_of, calls_attention_interface
 from sft_kernels.training_setup import TrainingSetup, Unsupported, fuse
 from sft_kernels.trial import own_code
 
@@ -181,7 +177,7 @@ def _check_attention_kernels(setup: TrainingSetup) -> None:
     """Raise Unsupported unless the attention kernels can run on this rank's device."""
     implementation = setup.attention
     if implementation not in ("auto", "sdpa"):
-        raise Unsupported(f"model.attn_implementation={implementation}")
+        raise Unsupported(f"attn_implementation={implementation}")
     if not setup.on_gpu:
         return
     if setup.process.compute_dtype.itemsize != 2:

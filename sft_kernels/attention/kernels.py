@@ -33,7 +33,7 @@ from sft_kernels.attention.reference import (
     attend_lengths,
     attend_rows,
 )
-from sft_kernels.documents import Documents
+from sft_kernels.boundaries import Documents
 from sft_kernels.training_setup import Gradients, to_compute_dtype
 
 LARGEST_FLASH_HEAD = 256  # features per head that flash attention supports, at most
@@ -211,7 +211,7 @@ def _in_16_bits(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     """
     assert query.numel() < MAX_ELEMENTS, (
         f"{query.shape[0]} packed tokens of {query.shape[1:].numel()} features; "
-        "set a smaller TRAIN_BATCH_SIZE or a smaller MODEL_MAX_SEQ_LEN"
+        "train smaller batches or shorter rows"
     )
     return to_compute_dtype(query), to_compute_dtype(key), to_compute_dtype(value)
 

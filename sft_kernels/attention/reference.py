@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from sft_kernels import triton_kernels
-from sft_kernels.documents import Documents, ImageBlock, TreeRows
+from sft_kernels.boundaries import Documents, ImageBlock, TreeRows
 from sft_kernels.packed import UNMASKED
 from sft_kernels.training_setup import Gradients
 

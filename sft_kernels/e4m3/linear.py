@@ -1,9 +1,5 @@
 """Linear layers with a frozen float8 weight that multiply float8 numbers.
 
-`quantizing_to_float8` lets `from_pretrained` quantize weights as it reads them. transformers reads
-one tensor after another to its device, where it is quantized. So the GPU stores the float8 model,
-and at most two weights in 16 bits.
-
 Legend: N tokens, `in` and `out` features.
 """
 
@@ -16,12 +12,15 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_kernels.float8.quantize import (
+from sft_kernels.e4m3.quantize import (
     float8_product,
     input_product,
     quantize,
+    quantize_weight,
+    why_not_quantized,
 )
-from sft_kernels.float8.rows import FLOAT8, Quantized
+from sft_kernels.e4m3.rows import FLOAT8, Quantized
+from sft_kernels.needs import FLOAT8_CAPABILITY, FLOAT8_MULTIPLE
 from sft_kernels.training_setup import to_compute_dtype
 
 
@@ -73,6 +72,40 @@ class Float8Linear(nn.Linear):
         return self
 
 
+def float8(model: PeftModel) -> dict[str, str]:
+    """Store the weights under a model's adapters in float8; return the layers that stay, and why.
+
+    Call it on the device that trains, before `fuse`. Only plain linear layers change.
+
+    Raises: ValueError for a GPU that does not multiply float8.
+    """
+    kept = {}
+    for name, module in model.named_modules():
+        linear = getattr(module, "base_layer", None)
+        if type(linear) is not nn.Linear:
+            continue
+        weight = linear.weight.data
+        if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < FLOAT8_CAPABILITY:
+            raise ValueError(f"{weight.device} has no float8; Ada, Hopper and later GPUs have")
+        reason = why_no_float8_sizes(linear)
+        if reason is None:
+            quantized = quantize_weight(weight)
+            reason = why_not_quantized(weight, quantized)
+        if reason is None:
+            Float8Linear.of(linear, quantized)
+        else:
+            kept[name] = reason
+    refuse_merging(model)
+    return kept
+
+
+def why_no_float8_sizes(linear: nn.Linear) -> str | None:
+    """Return why a layer is not multiplied in float8, None if its sizes allow it."""
+    if linear.in_features % FLOAT8_MULTIPLE or linear.out_features % FLOAT8_MULTIPLE:
+        return f"its sizes are no multiples of {FLOAT8_MULTIPLE}"
+    return None
+
+
 class _Float8Product(torch.autograd.Function):
     """Computes x W^T. Saves only the weight: no gradient of it is computed."""
 
@@ -111,8 +144,8 @@ class Float8LoraLinear(PeftLinear):
     def merge(self, *args: Any, **kwargs: Any) -> None:
         """Refuse to merge: e4m3 would round most of an adapter away. Raises: ValueError."""
         raise ValueError(
-            "an adapter cannot be merged into float8 weights, which would round it away; "
-            "`make merge` merges it into 16-bit ones"
+            "an adapter cannot be merged into float8 weights, which would round it away; merge it "
+            "into the 16-bit weights that were loaded"
         )
 
 

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from sft_kernels import triton_kernels
-from sft_kernels.float8 import rows
-from sft_kernels.float8.rows import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
+from sft_kernels.e4m3 import rows
+from sft_kernels.e4m3.rows import FLOAT8, LARGEST, ONE_OVER_LARGEST, Quantized
 
 # The maximum relative error of half the numbers of a row. In e4m3's normal range it is 2 to 3 %. A
 # larger error means that an outlier, 40,000 times as large, pushes them below that range.

@@ -40,12 +40,7 @@ from sft_kernels.experts.products import (
     rows_times,
     sum_choices,
 )
-from sft_kernels.linears.glu import (
-    Activation,
-    activation_of,
-    glu_backward,
-    glu_forward,
-)
+from sft_kernels.linears.glu import Activation, activation_of, glu_backward, glu_forward
 from sft_kernels.partitioned import gathered_parameters
 
 GateGradients = tuple[Tensor, Tensor, Tensor]

@@ -20,11 +20,7 @@ from sft_kernels.expert_modules import (
 )
 from sft_kernels.experts.function import FrozenExperts, LoraExpertsFunction, gate_of
 from sft_kernels.experts.products import ExpertLinear, sort_by_expert
-from sft_kernels.linears.lora import (
-    active_adapters,
-    why_adapter_not_fusable,
-    why_hooked,
-)
+from sft_kernels.linears.lora import active_adapters, why_adapter_not_fusable, why_hooked
 from sft_kernels.needs import ZERO_3
 from sft_kernels.partitioned import is_missing
 from sft_kernels.proof import prove

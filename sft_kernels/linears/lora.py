@@ -25,13 +25,9 @@ from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sft_kernels.float8.linear import Float8Linear
+from sft_kernels.e4m3.linear import Float8Linear
 from sft_kernels.linears.delivered import DeliveredLinear
-from sft_kernels.linears.products import (
-    BoundLinears,
-    LinearAdapter,
-    frozen_linear,
-)
+from sft_kernels.linears.products import BoundLinears, LinearAdapter, frozen_linear
 from sft_kernels.modules import decoder_of
 from sft_kernels.needs import DORA, DROPOUT, ZERO_3
 from sft_kernels.partitioned import is_hooked_by_deepspeed, is_missing, is_partitioned
@@ -218,12 +214,7 @@ class LoraLinearsFunction(torch.autograd.Function):
     """y_i of linears that share x. Saves x, x A^T and the adapters in the dtype of x."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        linears: BoundLinears,
-        *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx, x: Tensor, linears: BoundLinears, *parameters: Tensor) -> tuple[Tensor, ...]:
         """Return y_i (..., out_i).
 
         `parameters` are those of the bound linears; autograd must get them as arguments.

@@ -26,9 +26,9 @@ from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sft_kernels.float8.linear import Float8Linear
-from sft_kernels.float8.quantize import float8_product, input_product, quantize
-from sft_kernels.float8.rows import Quantized
+from sft_kernels.e4m3.linear import Float8Linear
+from sft_kernels.e4m3.quantize import float8_product, input_product, quantize
+from sft_kernels.e4m3.rows import Quantized
 from sft_kernels.linears import adapter_gradients
 from sft_kernels.linears.adapter_gradients import Factors
 from sft_kernels.linears.delivered import DeliveredLinear

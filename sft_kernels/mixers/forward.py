@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Cache
 
-from sft_kernels.documents import BOUNDARIES, Documents
+from sft_kernels.boundaries import BOUNDARIES, Documents
 from sft_kernels.linear_attention import (
     fla_convolution,
     fla_delta_rule,

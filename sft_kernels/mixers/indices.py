@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sft_kernels.documents import Documents
+from sft_kernels.boundaries import Documents
 from sft_kernels.trees import Branch, lay_out
 
 ROUNDED_TO = 64  # tokens: a linear attention chunk; lengths in a group differ by less

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from sft_kernels.attention.install import scales_by_place
 from sft_kernels.capture import LENGTHS, PACKED, ForwardCall, capture, preserving_state
-from sft_kernels.documents import Documents
+from sft_kernels.boundaries import Documents
 from sft_kernels.linear_attention import torch_code, uses_fla, why_no_fla
 from sft_kernels.mixers.forward import LEFT_OUT, forward_packed, install_mixer, rebound
 from sft_kernels.norms.install import install_gated_norms
@@ -179,7 +179,7 @@ MIN_GRADIENT = 1e-2  # of a mixer's largest gradient: smaller ones are compared 
 def install_mixers(setup: TrainingSetup) -> int:
     """Make a decoder's mixers reset their state at each packed document; return how many.
 
-    With train.fast_path=false, the original implementation runs on one document after another.
+    If nothing is to be fused, the original implementation runs on one document after another.
     Raises: Unsupported with the name of a module whose state could not be reset.
     """
     packed = watch_documents(setup.base, setup.decoder)
@@ -189,7 +189,7 @@ def install_mixers(setup: TrainingSetup) -> int:
     reason = why_no_fla()
     if setup.on_gpu and reason and likely_mixers(setup.decoder):
         logger.warning(WITHOUT_FLA, reason)
-    use_kernels = not setup.is_off
+    use_kernels = setup.why_off is None
     if use_kernels and setup.zero_stage != 3:
         install_gated_norms(setup)
     decoder = setup.decoder

@@ -271,17 +271,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
-    dy,
-    ds,
-    s,
-    weight,
-    inverse,
-    dx,
-    features,
-    offset,
-    block: tl.constexpr,
-):
+def _backward(dy, ds, s, weight, inverse, dx, features, offset, block: tl.constexpr):
     row = program_number()
     columns = tl.arange(0, block)
     inside = columns < features

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from sft_kernels.documents import DOCUMENTS, Documents
+from sft_kernels.boundaries import DOCUMENTS, Documents
 from sft_kernels.loss.tokens import LossTokens
 from sft_kernels.trees import Branch
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from sft_kernels.documents import Documents, ImageBlock, TreeRows
+from sft_kernels.boundaries import Documents, ImageBlock
 from sft_kernels.loss.tokens import labelled
 from sft_kernels.trees import Branch, lay_out
 from sft_play.data.batch import Batch
@@ -321,8 +321,7 @@ class PackCollator:
         if not any(branch.shared for branch in branches):
             return _batch(sequences, width, inputs, documents)
         assert documents is not None, "a mask of positions does not keep branches apart"
-        tree = TreeRows(positions.int(), ends.int(), branches)
-        documents = replace(documents, longest=int(positions.max()) + 1, tree=tree)
+        documents = documents.as_trees(positions, ends, branches)
         return _batch(sequences, width, inputs, documents, parents)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
-from sft_kernels.documents import Documents
+from sft_kernels.boundaries import Documents
 from sft_kernels.install import fused_kernels_of
 from sft_kernels.loss.head import (
     fused_nll,

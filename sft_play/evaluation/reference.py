@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from sft_kernels.float8.linear import has_float8
+from sft_kernels.e4m3.linear import has_float8
 from sft_kernels.process import Process
 from sft_play.data.collate import ImageInputs
 from sft_play.data.render import IGNORE_INDEX, RenderError, render_prompt, stop_ids

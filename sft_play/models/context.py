@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from sft_kernels.documents import Documents
+from sft_kernels.boundaries import Documents
 from sft_kernels.loss.tokens import LossTokens
 from sft_kernels.process import Process
 from sft_play.data.batch import Batch

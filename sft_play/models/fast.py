@@ -25,7 +25,7 @@ def setup_of(
         zero_stage,
         is_full=tuning.mode == "full",
         is_quantized=tuning.mode == "qlora",
-        is_off=config.train.fast_path is False,
+        why_off=None if config.train.fast_path else "train.fast_path=false",
         attention=config.model.attn_implementation,
         longest_row=tokens if isinstance(tokens, int) else None,
         encoders=tuple(encoders_of(base_model_of(model)).values()),

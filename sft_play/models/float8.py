@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.quantizers.base import _assign_is_quantized
 
-from sft_kernels.float8.linear import Float8Linear
-from sft_kernels.float8.quantize import quantize_weight, why_not_quantized
-from sft_kernels.float8.rows import FLOAT8, Quantized
-from sft_kernels.needs import FLOAT8_CAPABILITY, FLOAT8_MULTIPLE
+from sft_kernels.e4m3.linear import Float8Linear, why_no_float8_sizes
+from sft_kernels.e4m3.quantize import quantize_weight, why_not_quantized
+from sft_kernels.e4m3.rows import FLOAT8, Quantized
+from sft_kernels.needs import FLOAT8_CAPABILITY
 from sft_play.errors import EnvironmentFault
 from sft_play.models.architecture import decoder_layers
 from sft_play.models.experts import expert_weights, unquantized_linears
@@ -65,8 +65,8 @@ def float8_candidates(model: PreTrainedModel) -> Float8Layers:
             continue
         if name in routers:
             found.kept[name] = "it chooses experts, or code reads its weight"
-        elif module.in_features % FLOAT8_MULTIPLE or module.out_features % FLOAT8_MULTIPLE:
-            found.kept[name] = f"its sizes are no multiples of {FLOAT8_MULTIPLE}"
+        elif (reason := why_no_float8_sizes(module)) is not None:
+            found.kept[name] = reason
         else:
             found.quantized[name] = module
     for weight in expert_weights(model):

@@ -13,14 +13,11 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation import configuration_utils as generation_file
 
 from sft_kernels.attention.forward import keep_soft_caps
-from sft_kernels.float8.linear import has_float8
+from sft_kernels.e4m3.linear import has_float8
 from sft_kernels.linear_attention import bind_by_device
 from sft_kernels.process import Process
 from sft_play.config.loader import environment

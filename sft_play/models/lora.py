@@ -10,7 +10,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sft_kernels.float8.linear import has_float8, refuse_merging
+from sft_kernels.e4m3.linear import has_float8, refuse_merging
 from sft_play.config.schema import Config, LoraSection
 from sft_play.data.tokenizer import load_tokenizer
 from sft_play.errors import ConfigError

@@ -23,8 +23,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from sft_kernels.float8.quantize import quantize_weight, why_not_quantized
-from sft_kernels.float8.rows import FLOAT8
+from sft_kernels.e4m3.quantize import quantize_weight, why_not_quantized
+from sft_kernels.e4m3.rows import FLOAT8
 from sft_kernels.process import Process
 from sft_play.config.schema import Config
 from sft_play.errors import CheckpointError

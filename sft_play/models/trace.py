@@ -33,11 +33,7 @@ from sft_kernels.triton_kernels import tracing_gpu
 from sft_play.config.schema import Config
 from sft_play.errors import first_line
 from sft_play.models.architecture import decoder_layers
-from sft_play.models.fake_model import (
-    build_architecture,
-    materialize,
-    quantize_and_adapt,
-)
+from sft_play.models.fake_model import build_architecture, materialize, quantize_and_adapt
 from sft_play.models.fast import install_fused_kernels
 from sft_play.models.step_meter import MicroBatchBytes, StepMeter, StepSetup
 from sft_play.models.stored_weights import replaced

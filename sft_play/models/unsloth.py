@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sft_kernels.documents import DOCUMENTS
+from sft_kernels.boundaries import DOCUMENTS
 from sft_kernels.process import Process
 from sft_play.config.backends import UNSLOTH
 from sft_play.config.schema import Config

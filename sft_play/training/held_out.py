@@ -7,12 +7,7 @@ from pathlib import Path
 
 from sft_play import timeline
 from sft_play.evaluation.evaluator import Evaluator
-from sft_play.evaluation.scores import (
-    GenerationScores,
-    Scores,
-    answers_jsonl,
-    losses_jsonl,
-)
+from sft_play.evaluation.scores import GenerationScores, Scores, answers_jsonl, losses_jsonl
 from sft_play.models.delivered import as_trained
 from sft_play.plan.devices import GIB
 from sft_play.reporting.answers import title_of

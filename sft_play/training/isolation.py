@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sft_kernels.documents import Documents
+from sft_kernels.boundaries import Documents
 from sft_kernels.process import Process
 from sft_kernels.training_setup import base_model_of
 from sft_kernels.trees import Branch

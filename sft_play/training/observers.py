@@ -41,11 +41,7 @@ class MetricsFile:
     rank hangs. Without a `path`, i.e. on all ranks except the main one, it does nothing.
     """
 
-    def __init__(
-        self,
-        path: Path | None,
-        latest_gpus: Callable[[], Sequence[GpuSample]] = tuple,
-    ):
+    def __init__(self, path: Path | None, latest_gpus: Callable[[], Sequence[GpuSample]] = tuple):
         self.path = path
         self.latest_gpus = latest_gpus  # of this machine
         self._state = State()  # the loop's, from the start of training on

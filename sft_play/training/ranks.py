@@ -56,11 +56,7 @@ class FailureBroadcast:
     polling thread calls `follow(rank, exit_class, cause)` when another rank has failed.
     """
 
-    def __init__(
-        self,
-        process: Process,
-        follow: Callable[[int, ExitClass, str], None],
-    ):
+    def __init__(self, process: Process, follow: Callable[[int, ExitClass, str], None]):
         """Start listening. Every rank must call it, after the process group was joined."""
         self.rank = process.rank
         self.follow = follow

@@ -18,11 +18,7 @@ from sft_play.errors import CheckpointError, DivergedError
 from sft_play.evaluation.reference import Reference, make_reference
 from sft_play.evaluation.reopened import folder_of_run, reopen
 from sft_play.models.adapter_state import published_state
-from sft_play.models.base_files import (
-    copy_processors,
-    restore_untrained,
-    write_config,
-)
+from sft_play.models.base_files import copy_processors, restore_untrained, write_config
 from sft_play.models.delivered import as_trained
 from sft_play.models.export import saved_stops, stops_of, trained_stops, write_stops
 from sft_play.models.load import weight_dtype

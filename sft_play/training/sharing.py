@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import nn
 from transformers import TrainingArguments
 
-from sft_kernels.install import fused_kernels_of
+from sft_kernels.install import fused_kernels_of, why_no_trees
 from sft_play.data.assemble import RunData
 from sft_play.data.collate import PackCollator
 from sft_play.data.pipeline import counted_run
@@ -51,15 +51,11 @@ def share_or_separate(
 
 def _why_separate(context: RunContext, model: nn.Module) -> str | None:
     kernels, text_config = fused_kernels_of(model), model.config.get_text_config()
-    for module in model.modules():
-        state = vars(module).get("mixer_state")
-        if state and not state.takes_trees:
-            return f"the state of {type(module).__name__} cannot branch"
     balance = context.config.train.router_aux_loss_coef
     if balance and (balance != "auto" or getattr(text_config, BALANCE, False)):
         return "the load-balancing loss counts the tokens of each sample"
-    if "attention" not in kernels.on:
-        return f"no fused attention ({kernels.off.get('attention', 'nothing is fused')})"
+    if (reason := why_no_trees(model, kernels)) is not None:
+        return reason
     collator = PackCollator(0, context.plan.layout.capacity, varlen=True)
     vocabulary, device = text_config.vocab_size, context.process.device
     with context.process.autocast():

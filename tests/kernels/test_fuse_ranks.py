@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from rank_processes import run_two
 from tiny_models import tiny_model, with_adapters
 from torch import distributed
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import sft_kernels
@@ -24,6 +26,16 @@ def losses_of(wrapper: str, has_adapters: bool, is_fused: bool) -> list[float]:
     wrapped = model
     if wrapper == "ddp":
         wrapped = DistributedDataParallel(model)
+    elif wrapper == "accelerate":
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        )
+        accelerator = Accelerator(cpu=True)
+        accelerator.state.fsdp_plugin = plugin  # it takes FSDP for GPUs alone
+        wrapped = model = fsdp2_prepare_model(accelerator, model)
+        assert isinstance(layers[0], FSDPModule)
     else:
         for part in (*layers, model):
             fully_shard(part)
@@ -46,7 +58,7 @@ def losses_of(wrapper: str, has_adapters: bool, is_fused: bool) -> list[float]:
 
 def compare() -> None:
     distributed.init_process_group("gloo")
-    for wrapper in ("ddp", "fsdp2"):
+    for wrapper in ("ddp", "fsdp2", "accelerate"):
         for has_adapters in (True, False):
             own, fused = (losses_of(wrapper, has_adapters, is_fused) for is_fused in (False, True))
             assert own[0] != own[-1]
