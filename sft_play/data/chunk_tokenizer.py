@@ -33,13 +33,7 @@ from sft_play.data.render import IGNORE_INDEX, RenderedSample, Renderer, RenderE
 from sft_play.data.row_detection import ChunkTask
 from sft_play.data.row_hashes import forget_images, hash_piece, hash_row, hash_rows
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
-from sft_play.data.rows import (
-    MAX_COLUMNS_CHARACTERS,
-    BadRow,
-    InvalidRowError,
-    Row,
-    shorten,
-)
+from sft_play.data.rows import MAX_COLUMNS_CHARACTERS, BadRow, InvalidRowError, Row, shorten
 from sft_play.data.store import SampleArrays, StoredSample, to_arrays
 from sft_play.data.template_checks import fit_greeting
 from sft_play.data.templates import ChatTemplate

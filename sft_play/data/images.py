@@ -20,13 +20,7 @@ from urllib.parse import unquote, urlsplit
 from sft_play import reading
 from sft_play.config.layers import nearest_path
 from sft_play.config.schema import Config
-from sft_play.data.rows import (
-    MAX_ENCODED_BYTES,
-    ImageFile,
-    InvalidRowError,
-    Messages,
-    shorten,
-)
+from sft_play.data.rows import MAX_ENCODED_BYTES, ImageFile, InvalidRowError, Messages, shorten
 from sft_play.data.tables import OF_A_WRONG_VALUE
 from sft_play.errors import DataError, first_line
 from sft_play.plan.base_model import POINTER

@@ -31,14 +31,7 @@ from sft_play.data.rows import (
     parse_text,
     shorten,
 )
-from sft_play.data.turns import (
-    ROLES,
-    THOUGHT_END,
-    add_images,
-    goes_on,
-    join_answers,
-    parse_turn,
-)
+from sft_play.data.turns import ROLES, THOUGHT_END, add_images, goes_on, join_answers, parse_turn
 
 # Flag: the value that includes an answer in the loss; a weight may be any number from 0 up
 LOSS_FLAGS = FORMS["flags"]

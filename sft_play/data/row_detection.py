@@ -15,23 +15,9 @@ from typing import Any, NamedTuple
 
 from sft_play.data.file_kinds import base_format
 from sft_play.data.files import Chunk, parse_records, refuse_bad_rows
-from sft_play.data.row_formats import (
-    ROW_FORMATS,
-    RowFormat,
-    find_values,
-    match_format,
-    top_column,
-)
+from sft_play.data.row_formats import ROW_FORMATS, RowFormat, find_values, match_format, top_column
 from sft_play.data.row_parsing import SystemPrompt, parse_record
-from sft_play.data.rows import (
-    FORMS,
-    BadRow,
-    Columns,
-    InvalidRowError,
-    Json,
-    Records,
-    list_columns,
-)
+from sft_play.data.rows import FORMS, BadRow, Columns, InvalidRowError, Json, Records, list_columns
 from sft_play.data.tables import DELIMITERS
 from sft_play.errors import DataError
 

@@ -25,13 +25,7 @@ from sft_play.data.row_detection import ChunkTask, take_rows
 from sft_play.data.row_formats import RowFormat
 from sft_play.data.row_parsing import SystemPrompt, parse_record_rows
 from sft_play.data.rows import MAX_HELD_OUT_ROWS, BadRow
-from sft_play.data.sources import (
-    SETTINGS,
-    Source,
-    find_source,
-    find_sources,
-    source_sections,
-)
+from sft_play.data.sources import SETTINGS, Source, find_source, find_sources, source_sections
 from sft_play.errors import DataError
 from sft_play.plan import sources
 from sft_play.plan.config_json import fetched_commits, find_file, find_folder

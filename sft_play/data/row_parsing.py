@@ -19,12 +19,7 @@ from sft_play.data.file_kinds import format_origin
 from sft_play.data.files import Chunk, parse_records, read_chunks, refuse_bad_rows
 from sft_play.data.image_parts import attach_images
 from sft_play.data.images import BESIDE_FILES, ImageReader
-from sft_play.data.messages import (
-    parse_messages,
-    parse_segments,
-    parse_weight,
-    tools_of_turns,
-)
+from sft_play.data.messages import parse_messages, parse_segments, parse_weight, tools_of_turns
 from sft_play.data.row_formats import (
     ROW_FORMATS,
     VARIABLES,

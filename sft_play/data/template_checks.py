@@ -136,7 +136,7 @@ def check_answer(
     if message.tool_calls:
         # reasoning within the content comes before the calls
         written = text.rpartition(content)[2] if content.startswith(OPENED) else text
-        _check_words_of_calls(written, message, where)
+        _check_words_of_calls(written, after, message, where)
         if content in text:
             return
     elif text.rstrip().endswith(content):
@@ -170,16 +170,19 @@ def quote(text: str) -> str:
     return repr(text)
 
 
-def _check_words_of_calls(text: str, message: Message, where: str) -> None:
-    """Raise RenderError unless a text has the names of the calls and all of their arguments."""
+def _check_words_of_calls(text: str, after: str, message: Message, where: str) -> None:
+    """Raise RenderError unless a text has the names of the calls and all of their arguments.
+
+    `after` is what follows the text's stop token.
+    """
     for call in message.tool_calls:
         function = call["function"]
         for word in (function["name"], *list_strings(function["arguments"])):
             in_ascii = json.dumps(word)[1:-1]
             if word not in text and json_characters(word) not in text and in_ascii not in text:
+                fault = "writes a stop token before" if word in after else "leaves out or changes"
                 raise RenderError(
-                    f"the chat template leaves out or changes a tool call of {where}: "
-                    f"{quote(word)}; {REMEDY}"
+                    f"the chat template {fault} a tool call of {where}: {quote(word)}; {REMEDY}"
                 )
 
 

@@ -28,6 +28,8 @@ TURN_ENDS = tuple(
     <|return|> <|call|> <|END_OF_TURN_TOKEN|> <|EOT|> <end_of_utterance>
     """.split()
 )
+# Some models end a part of an answer with one of these: gpt-oss and Muse Glimmer
+PART_ENDS = {"<|end|>", "<|eom|>"}
 # For base models without a template: as ChatML, but in plain words, so that no token has to be
 # added. Base models with a beginning-of-text token (Llama, Gemma) saw it before every text;
 # for others it is empty.
@@ -230,17 +232,12 @@ def stop_ids(tokenizer: Any) -> set[int]:
     They are eos, the end-of-turn tokens that the tokenizer has, and the base's stops, which
     `load_tokenizer` has set.
     """
-    names = [*TURN_ENDS, *getattr(tokenizer, BASE_STOPS, ())]
-    # not by get_vocab, which copies the entire vocabulary
-    ids = tokenizer.convert_tokens_to_ids(names)
-    known = {
-        token: token_id
-        for token, token_id in zip(names, ids, strict=True)
-        if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token
-    }
-    if "<|return|>" in known:
-        known.pop("<|end|>", None)  # gpt-oss ends parts of an answer with it
-    return {tokenizer.eos_token_id, *known.values()}
+    named = getattr(tokenizer, BASE_STOPS, ())
+    known = tokenizer.added_tokens_encoder
+    ends = known.keys() & {*TURN_ENDS, *named}
+    if "<|return|>" in known or "<|eot|>" in named:
+        ends -= PART_ENDS.difference(named)
+    return {tokenizer.eos_token_id, *map(known.get, ends)}
 
 
 def list_strings(value: Any) -> list[str]:

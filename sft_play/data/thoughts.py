@@ -67,7 +67,12 @@ THINK = BLOCKS[0]
 OPENED = tuple(block.opened for block in BLOCKS)
 CLOSED = tuple(block.closed for block in BLOCKS)
 _any_closed = re.compile("|".join(map(re.escape, CLOSED)))
-SWITCHES = ("enable_thinking", "thinking")  # variables that turn thinking on or off
+# Variables that turn thinking off or on, with their values
+SWITCHES = {
+    "enable_thinking": (False, True),
+    "thinking": (False, True),
+    "reasoning_effort": ("no_think", "high"),  # of Hy3
+}
 
 
 def find_thought(content: str) -> Thought | None:
@@ -291,10 +296,10 @@ class ThoughtPolicy:
 
     def _find_switch(self, on: bool, asked: AskedAnswer) -> str | None:
         """Return the setting that turns thinking on or off, None if there is none."""
-        for name in SWITCHES:
+        for name, values in SWITCHES.items():
             if name not in self._template.variables_read - self._template.row_names:
                 continue
-            template = self._template.with_variables({name: on})
+            template = self._template.with_variables({name: values[on]})
             prompt, text = asked.render(template)
             end = prompt.rstrip()
             thinks = end.endswith(OPENED)
@@ -302,7 +307,7 @@ class ThoughtPolicy:
                 has_marks = ThoughtPolicy(template, "keep")._form.kind == "marks"
                 thinks = thinks or has_marks or asked.reasoning in text
             if on == thinks:
-                return f"MODEL_TEMPLATE_KWARGS='{{{name}: {str(on).lower()}}}'"
+                return f"MODEL_TEMPLATE_KWARGS='{{{name}: {str(values[on]).lower()}}}'"
         return None
 
     def _find_block_end(self, block: ThinkBlock, asked: AskedAnswer) -> str:

@@ -13,13 +13,7 @@ from itertools import chain
 from typing import Any
 
 from sft_play.data.calls import parse_calls, parse_objects, parse_python_calls
-from sft_play.data.image_parts import (
-    NO_ANSWER,
-    is_image,
-    name_image,
-    name_images,
-    refuse_media,
-)
+from sft_play.data.image_parts import NO_ANSWER, is_image, name_image, name_images, refuse_media
 from sft_play.data.row_formats import parse_json_text, parse_nested
 from sft_play.data.rows import (
     FORMS,

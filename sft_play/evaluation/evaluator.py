@@ -17,11 +17,7 @@ from transformers import PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sft_kernels.boundaries import Documents
 from sft_kernels.install import fused_kernels_of
-from sft_kernels.loss.head import (
-    fused_nll,
-    is_loss_fused,
-    nll_of_rows,
-)
+from sft_kernels.loss.head import fused_nll, is_loss_fused, nll_of_rows
 from sft_kernels.loss.tokens import labelled
 from sft_kernels.process import Process
 from sft_play.config.metrics import ALWAYS

@@ -23,13 +23,7 @@ from sft_play.errors import ConfigError, DataError
 from sft_play.evaluation.evaluator import Evaluator
 from sft_play.evaluation.generate import free_bytes
 from sft_play.evaluation.scores import Scores, answers_jsonl
-from sft_play.inference.load import (
-    TrainedModel,
-    base_of,
-    load_and_join,
-    load_run,
-    tokenizer_of,
-)
+from sft_play.inference.load import TrainedModel, base_of, load_and_join, load_run, tokenizer_of
 from sft_play.models.export import read_stops, trained_stops
 from sft_play.models.parameters import dtype_name
 from sft_play.plan import sources

@@ -27,11 +27,7 @@ from sft_play.errors import (
 )
 from sft_play.evaluation.reopened import Folder, Reopened, reopen
 from sft_play.inference.improvement import Losses, losses_now, reference_of
-from sft_play.inference.load import (
-    checked_weights,
-    config_of_weights,
-    quiet_libraries,
-)
+from sft_play.inference.load import checked_weights, config_of_weights, quiet_libraries
 from sft_play.masking import mask_secrets
 from sft_play.models.base_files import copy_processors
 from sft_play.models.export import read_stops, saved_stops, write_stops
