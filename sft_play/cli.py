@@ -18,13 +18,7 @@ from sft_play.commands import launched as launching
 from sft_play.commands import plan as planning
 from sft_play.commands import rows as reading
 from sft_play.commands import train as training
-from sft_play.commands.call import (
-    as_text,
-    load_config,
-    plan_run,
-    read_call,
-    without_meeting,
-)
+from sft_play.commands.call import as_text, load_config, plan_run, read_call, without_meeting
 from sft_play.commands.launched import Launched
 from sft_play.commands.options import (
     BackendOption,
@@ -37,12 +31,7 @@ from sft_play.commands.options import (
     echo_lines,
 )
 from sft_play.config import loader, targets
-from sft_play.errors import (
-    ExitClass,
-    SftPlayError,
-    disk_errors_in_words,
-    memory_errors_in_words,
-)
+from sft_play.errors import ExitClass, SftPlayError, disk_errors_in_words, memory_errors_in_words
 from sft_play.masking import mask_secrets
 from sft_play.progress import drop_unwritten_output, guard_output, log_to_stderr, visible
 

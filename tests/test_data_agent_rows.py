@@ -31,7 +31,7 @@ from sft_play.data.row_hashes import hash_row
 from sft_play.data.rows import Message, Row
 from sft_play.data.store import StoredSample, to_arrays
 from sft_play.data.template_checks import TOOL
-from sft_play.data.templates import TURN_ENDS, ChatTemplate
+from sft_play.data.templates import TURN_ENDS, ChatTemplate, stop_ids
 from sft_play.data.thoughts import ThoughtPolicy
 
 TOOLS = (json.loads(json.dumps(TOOL).replace("zq1_tool", "add")),)
@@ -143,6 +143,13 @@ def test_an_answer_follows_its_prompt_of_use_and_ends_where_its_model_stops(path
         ends = [one for one in (*stops, OTHER_ENDS.get(path.stem, "")) if text.endswith(one)]
         assert ends[0], text
         assert not any(stop in text.removesuffix(ends[0]) for stop in stops)
+
+
+@pytest.mark.parametrize(("name", "is_stop"), [("llama4", True), ("muse_glimmer", False)])
+def test_an_end_of_a_part_is_a_stop_if_the_base_names_it(name, is_stop):
+    folder = OF_TRL if name in TRL_NAMES else TEMPLATES
+    tok = tokenizer_of(folder / f"{name}.jinja", ModelSection())
+    assert (tok.convert_tokens_to_ids("<|eom|>") in stop_ids(tok)) == is_stop
 
 
 CALLS = {

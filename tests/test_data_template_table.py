@@ -32,7 +32,7 @@ PAGE = ROOT / "docs" / "evidence" / "templates.md"
 IMAGES = ("idefics3", "llava_next", "smolvlm")  # their messages are lists of parts
 WITH_TOOLS = ("tool_use", "firefunction", "functionary")  # what they are for: rows with tools
 MARKS = re.compile(
-    r"<\|[A-Za-z_]+\|>|<｜[^｜]+｜>|\[/?[A-Z_]+\]|<(?:start|end)_of_turn>|<\|?turn\|?>|</?think>"
+    r"<\|[A-Za-z_]+\|>|<｜[^｜]+｜>|\[(?:/|g)?[A-Z_]+\]|<(?:start|end)_of_turn>|<\|?turn\|?>|</?think>"
 )
 EOS = ("<｜end▁of▁sentence｜>", "<|endoftext|>")
 # The eos_token of a model's tokenizer_config.json, by the beginning of the template's name

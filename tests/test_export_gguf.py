@@ -187,9 +187,18 @@ def test_a_file_must_keep_the_gain_and_the_stops():
     }
 
 
+VOCABULARY = """
+class SpecialVocab:
+    special_token_ids = {"eos": 3, "eot": 0, "eom": 1}
+    def add_to_gguf(self, path):
+        open(path, "w").write(str(self.special_token_ids))
+"""
+
+
 def write_converter(folder: Path, text: str) -> LlamaCpp:
     """Write a script in the place of llama.cpp's converter."""
     (folder / gguf_tools.CONVERTER).write_text(f"import sys\ndef main():\n    {text}\n")
+    (folder / "gguf.py").write_text(VOCABULARY)
     return LlamaCpp(folder, None)
 
 
@@ -227,6 +236,15 @@ def test_a_pre_tokenizer_is_told_where_the_converter_knows_none():
 
     find = convert_gguf.named(known, "gpt-2")
     assert (find(None, "known"), find(None, "unknown")) == ("qwen2", "gpt-2")
+
+
+@pytest.mark.parametrize(("stops", "named"), [([68, 72, 2], [68, 72, 2]), (68, [68, 0, 1])])
+def test_a_file_names_every_stop(tmp_path, stops, named):
+    target = tmp_path / "a.gguf"
+    tools = write_converter(tmp_path, "import gguf; gguf.SpecialVocab().add_to_gguf(sys.argv[3])")
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": stops})
+    tools.convert(tmp_path, target, "BF16", None)
+    assert list(ast.literal_eval(target.read_text()).values()) == named
 
 
 def test_without_llama_cpp_the_error_says_where_it_comes_from(tmp_path, monkeypatch):

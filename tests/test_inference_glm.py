@@ -1,10 +1,12 @@
 """GLM ends a call with `<|observation|>`, another answer with `<|user|>`: so does all that is saved."""
 
+import importlib
 import json
 
 import pytest
 from record_files import write_rows
 from test_data_template_table import OF_TRL, stops_of, tokenizer_of
+from test_export_gguf import LLAMA_CPP
 from test_inference_server import TEXT, serving
 from tiny_models import write_base
 from transformers import AutoTokenizer
@@ -12,8 +14,10 @@ from transformers import AutoTokenizer
 from sft_play.commands.check_server import RemoteServer, check_server
 from sft_play.config.sections.model import ModelSection
 from sft_play.data.template_checks import TOOL
+from sft_play.inference import convert_gguf
 from sft_play.inference.chat import answer_all
 from sft_play.inference.export import export_run
+from sft_play.inference.gguf_tools import LlamaCpp
 from sft_play.runs.exports import PARITY, ExportAsked, read_parity
 
 TOOLS = [json.loads(json.dumps(TOOL).replace("zq1_tool", "add"))]
@@ -30,7 +34,9 @@ WRITTEN = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n</too
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("opens_here")
-def test_a_call_and_an_answer_end_at_their_stops_in_use_export_and_server(train_run, tmp_path):
+def test_a_call_and_an_answer_end_at_their_stops_in_use_export_and_server(
+    train_run, tmp_path, monkeypatch
+):
     tok = tokenizer_of(OF_TRL / "glm4moe.jinja", ModelSection())
     stops = tok.convert_tokens_to_ids(list(stops_of("glm4moe")))
     sizes = {"vocab_size": len(tok), "max_position_embeddings": 2048}
@@ -62,6 +68,13 @@ def test_a_call_and_an_answer_end_at_their_stops_in_use_export_and_server(train_
     for name in ("generation_config.json", "config.json"):
         eos = json.loads((export / name).read_text())["eos_token_id"]
         assert {*eos} == {*stops} and eos[0] == tok.convert_tokens_to_ids("<|user|>")
+    if LLAMA_CPP is not None:
+        tools = LlamaCpp.find(LLAMA_CPP)
+        tools.convert(export, tmp_path / "glm.gguf", "BF16", "gpt-2")
+        monkeypatch.syspath_prepend(tools.folder / "gguf-py")
+        fields = importlib.import_module("gguf").GGUFReader(tmp_path / "glm.gguf").fields
+        keys = (f"tokenizer.ggml.{kind}_token_id" for kind in convert_gguf.STOPS)
+        assert {fields[key].contents() for key in keys} == {*stops}
     saved = AutoTokenizer.from_pretrained(export)
     prompts = {
         saved.apply_chat_template(

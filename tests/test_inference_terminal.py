@@ -80,7 +80,7 @@ def test_compare_answers_with_base_and_tuned_model(terminal, counting_run, monke
 
 
 def test_the_base_of_a_comparison_is_the_model_without_its_adapter(counting_run):
-    trained = chat.load_to_answer(counting_run, "cpu", None, chat.NOTHING_ASKED)
+    trained = chat.load_run(counting_run, "cpu").sampled(chat.NOTHING_ASKED)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         for name, tensor in trained.model.named_parameters():

@@ -7,6 +7,7 @@ not know, and its text reveals everything else.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -121,9 +122,8 @@ class RemoteServer:
     def ask(self, path: str, row: ParityRow) -> Completion:
         """Return the response of CHAT or COMPLETIONS."""
         asked = {"messages": row.messages} if path == CHAT else {"prompt": row.prompt}
-        max_tokens = len(row.answer_ids)
-        if row.has_ended:  # extra tokens to detect a missed stop
-            max_tokens += 8
+        # extra tokens to detect a missed stop
+        max_tokens = len(row.answer_ids) + 8 * row.has_ended
         limit = {"max_tokens": max_tokens, "temperature": 0, "stream": False}
         body = {"model": self.model, **asked, **limit}
         return request(f"{self.url}/{path}", Completion, self.key, body)
@@ -193,9 +193,7 @@ class EndpointResults:
         if found == expected:
             self.texts += 1
             return False
-        pairs = enumerate(zip(expected, found, strict=False))
-        shorter = min(len(expected), len(found))
-        same = next((at for at, (one, other) in pairs if one != other), shorter)
+        same = len(commonprefix((expected, found)))  # noqa: RUF071 - of texts, not of paths
         margin = row.margin_at(same + len(row.answer) - len(row.answer.lstrip()))
         if margin < NEAR_TIE:
             self.ties += 1

@@ -166,10 +166,10 @@ def _answer_share(
     advance: Callable[[int], None],
 ) -> None:
     from sft_play.inference.file_answers import answer_prompts
-    from sft_play.inference.load import load_to_answer
+    from sft_play.inference.load import load_run
 
     device = asked.call.machine.kind
-    trained = load_to_answer(asked.run, device, asked.loaded.config, asked.sampling)
+    trained = load_run(asked.run, device, asked.loaded.config).sampled(asked.sampling)
     answer_prompts(trained, prompts, file, place, asked.sampling.seed, advance)
 
 

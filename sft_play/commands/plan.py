@@ -3,14 +3,7 @@
 import re
 from pathlib import Path
 
-from sft_play.commands.call import (
-    NO_ROWS,
-    Call,
-    as_text,
-    load_config,
-    plan_run,
-    settle,
-)
+from sft_play.commands.call import NO_ROWS, Call, as_text, load_config, plan_run, settle
 from sft_play.config.loader import BASE, LoadedConfig
 from sft_play.config.schema import env_name, settings
 from sft_play.data.row_facts import count_rows_or_reason

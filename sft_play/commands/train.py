@@ -24,11 +24,7 @@ from sft_play.commands.call import Call, load_config, plan_run
 from sft_play.commands.early import EarlyRank
 from sft_play.commands.launched import Launched, start_ranks
 from sft_play.commands.nodes import Wait, meet
-from sft_play.commands.plan import (
-    given_variables,
-    refuse_what_does_not_fit,
-    run_stem,
-)
+from sft_play.commands.plan import given_variables, refuse_what_does_not_fit, run_stem
 from sft_play.commands.resumption import (
     check_resume,
     check_resumed_rows,

@@ -21,7 +21,7 @@ from sft_play.data.rows import InvalidRowError, Message
 from sft_play.errors import DataError, EnvironmentFault
 from sft_play.evaluation.generate import GeneratedAnswer
 from sft_play.inference.file_answers import written_messages
-from sft_play.inference.load import MAX_ANSWER_TOKENS, TrainedModel, base_of, load_to_answer
+from sft_play.inference.load import MAX_ANSWER_TOKENS, TrainedModel, base_of, load_run
 from sft_play.plan.config_json import positions_of
 from sft_play.progress import visible
 from sft_play.runs.files import json_line, write_text
@@ -85,7 +85,7 @@ def answer_all(
     `config` is the run's config with other generation settings. `images` have the format of
     `question_of`, and each prompt gets all of them.
     """
-    trained = load_to_answer(folder, device, config, request)
+    trained = load_run(folder, device, config).sampled(request)
     for prompt in prompts:
         question = question_of(trained, prompt, images, "IMAGE")
         found = next_turn(trained, [*system_messages(trained), question])
@@ -141,7 +141,7 @@ def chat_with(
     Each prompt is the full conversation so far. A terminal shows a banner and a prompt
     sign; piped input gets only the answers. With `compares` the base answers, too.
     """
-    trained = load_to_answer(folder, device, config, request)
+    trained = load_run(folder, device, config).sampled(request)
     if is_terminal:
         import readline  # noqa: F401 (editing keys and a history for `input`)
 
@@ -260,10 +260,10 @@ class Chat:
             path = self.folder / "chats" / f"{time.strftime('%Y%m%d-%H%M%S')}.jsonl"
         if path.exists():
             return f"{path} is there already; name another file"
-        lines = []
-        for speaker in self.speakers:
-            row = {"messages": written_messages(speaker.messages), "model": speaker.name}
-            lines.append(json_line(row))
+        lines = [
+            json_line({"messages": written_messages(speaker.messages), "model": speaker.name})
+            for speaker in self.speakers
+        ]
         try:
             write_text(path, "".join(lines))
         except OSError as error:

@@ -169,10 +169,8 @@ def ollama_parameters(export: Export) -> dict[str, float]:
 
 def turn_texts_of(tokenizer: PreTrainedTokenizerBase) -> TurnTexts | None:
     """Return the chat template's texts around contents, without the ones that Ollama adds."""
-    template = ChatTemplate(tokenizer)
-    return read_turn_texts(
-        lambda messages: template.render_prompt(list(messages)), added(tokenizer)
-    )
+    template, bos = ChatTemplate(tokenizer), added(tokenizer)
+    return read_turn_texts(lambda asked: template.render_prompt(list(asked)).removeprefix(bos))
 
 
 def added(tokenizer: PreTrainedTokenizerBase) -> str:

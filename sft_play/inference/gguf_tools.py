@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 from sft_play.errors import CheckpointError, ConfigError, EnvironmentFault
 from sft_play.inference import convert_gguf
+from sft_play.models.export import read_stops
 
 CONVERTER = "convert_hf_to_gguf.py"
 INSTALLED = Path(sys.prefix) / "share" / "llama.cpp"  # where make install-gguf puts the converter
@@ -49,10 +51,9 @@ class LlamaCpp:
             raise EnvironmentFault(
                 f"FORMAT=gguf: {asked or INSTALLED} has no {CONVERTER} of llama.cpp; {HOW_TO_GET}"
             )
-        built = [folder / name for name in QUANTIZERS]
-        quantizer = next((path for path in built if path.is_file()), None)
-        on_path = shutil.which("llama-quantize")
-        return cls(folder.resolve(), quantizer or (Path(on_path) if on_path else None))
+        quantizers = [folder / name for name in QUANTIZERS]
+        quantizers.append(Path(shutil.which("llama-quantize") or folder))
+        return cls(folder.resolve(), next((path for path in quantizers if path.is_file()), None))
 
     def require(self, kinds: Sequence[str]) -> None:
         """Raise EnvironmentFault if quantization is not available, before an hour is spent."""
@@ -66,7 +67,7 @@ class LlamaCpp:
         """
         words = [str(source), "--outfile", str(target), "--outtype", kind.lower()]
         script = [sys.executable, "-P", convert_gguf.__file__, str(self.folder)]
-        command = [*script, pre_tokenizer or "-", *words]
+        command = [*script, pre_tokenizer or "-", json.dumps(read_stops(source)), *words]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode == 0 and target.is_file():
             return

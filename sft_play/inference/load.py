@@ -217,13 +217,6 @@ def load_and_join(trained: TrainedModel, place: FanOutPlace | None) -> TrainedMo
     return replace(trained, process=process)
 
 
-def load_to_answer(
-    folder: RunFolder, device: str, config: Config | None, request: SamplingRequest
-) -> TrainedModel:
-    """Return the trained model of a run with the requested sampling, and set its seed."""
-    return load_run(folder, device, config).sampled(request)
-
-
 def base_of(
     trained: TrainedModel,
 ) -> tuple[TrainedModel, Callable[[], contextlib.AbstractContextManager[None]]]:

@@ -64,14 +64,11 @@ class TurnTexts:
         return f"{start}{turns}{_literal(self.end)}"
 
 
-def read_turn_texts(render: Render, bos: str = "") -> TurnTexts | None:
-    """Return the texts of a template, None if it writes anything else around contents.
-
-    `bos` is added by the program that runs the file.
-    """
+def read_turn_texts(render: Render) -> TurnTexts | None:
+    """Return the texts of a template, None if it writes anything else around contents."""
     try:
-        one = render([_user(QUESTION)]).removeprefix(bos)
-        two = render([_user(QUESTION), ASSISTANT, _user(NEXT)]).removeprefix(bos)
+        one = render([_user(QUESTION)])
+        two = render([_user(QUESTION), ASSISTANT, _user(NEXT)])
         first, end = one.split(QUESTION)
         rest, last_end = two.split(NEXT)
         before, between = rest.split(QUESTION)
@@ -80,7 +77,7 @@ def read_turn_texts(render: Render, bos: str = "") -> TurnTexts | None:
         return None
     if (before, last_end) != (first, end):
         return None
-    systems = _around_system(render, bos)
+    systems = _around_system(render)
     before_user = _common_end(first, before_next)
     if systems is not None:
         before_user = _common_end(before_user, systems[1])
@@ -98,7 +95,7 @@ def read_turn_texts(render: Render, bos: str = "") -> TurnTexts | None:
     # a system message must also be first in a longer conversation
     system = {"role": "system", "content": SYSTEM}
     messages = [system, _user(QUESTION), ASSISTANT, _user(NEXT)]
-    return texts if render(messages).removeprefix(bos) == texts.render(messages) else None
+    return texts if render(messages) == texts.render(messages) else None
 
 
 def modelfile_text(
@@ -147,10 +144,10 @@ def quoted(text: str) -> str | None:
     return begun + quotes
 
 
-def _around_system(render: Render, bos: str) -> tuple[str, str] | None:
+def _around_system(render: Render) -> tuple[str, str] | None:
     """Return the texts before a system message and between it and a question."""
     try:
-        text = render([{"role": "system", "content": SYSTEM}, _user(QUESTION)]).removeprefix(bos)
+        text = render([{"role": "system", "content": SYSTEM}, _user(QUESTION)])
         before, rest = text.split(SYSTEM)
         between, _ = rest.split(QUESTION)
     except (RenderError, ValueError):
