@@ -145,10 +145,13 @@ def test_an_answer_follows_its_prompt_of_use_and_ends_where_its_model_stops(path
         assert not any(stop in text.removesuffix(ends[0]) for stop in stops)
 
 
+def path_of(name: str) -> Path:
+    return next(path for path in PATHS if path.stem == name)
+
+
 @pytest.mark.parametrize(("name", "is_stop"), [("llama4", True), ("muse_glimmer", False)])
 def test_an_end_of_a_part_is_a_stop_if_the_base_names_it(name, is_stop):
-    folder = OF_TRL if name in TRL_NAMES else TEMPLATES
-    tok = tokenizer_of(folder / f"{name}.jinja", ModelSection())
+    tok = tokenizer_of(path_of(name), ModelSection())
     assert (tok.convert_tokens_to_ids("<|eom|>") in stop_ids(tok)) == is_stop
 
 
@@ -156,6 +159,10 @@ CALLS = {
     "glm4moe": (
         "\n<think>{}</think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n"
         "</tool_call><|observation|>"
+    ),
+    "glm5": (
+        "{}</think><tool_call>add<arg_key>a</arg_key><arg_value>x</arg_value></tool_call>"
+        "<|observation|>"
     ),
     "gptoss": (
         "<|channel|>analysis<|message|>{}<|end|><|start|>assistant to=functions.add<|channel|>"
@@ -166,7 +173,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_one_after_the_other_keep_the_reasoning_of_their_turn(name):
-    found, *_ = rendered(OF_TRL / f"{name}.jinja", "reasoning before calls")
+    found, *_ = rendered(path_of(name), "reasoning before calls")
     assert found[:2] == [CALLS[name].format(words) for words in ("Need x.", "Again.")]
 
 
