@@ -60,16 +60,19 @@ def test_reasoning_behind_a_block_that_the_prompt_closed_names_both_remedies():
     with pytest.raises(RenderError, match=r"the row has reasoning; DATA_REASONING=drop leaves"):
         trained(CLOSED, THOUGHT)
     assert trained(CLOSED, THOUGHT, "drop") == "A rose.<|im_end|>"
-    for name in ("enable_thinking", "thinking"):
+    for name, value in (
+        ("enable_thinking", True),
+        ("thinking", True),
+        ("reasoning_effort", "high"),
+    ):
         on, off = CLOSED.replace("\n\n</think>\n\n' }}{% endif %}", "\n' }}{% endif %}"), CLOSED
         assert on != off
-        switched = "{% if " + name + " %}" + on + "{% else %}" + off + "{% endif %}"
+        switched = f"{{% if {name} == {value!r} %}}" + on + "{% else %}" + off + "{% endif %}"
         for answer in (THOUGHT, INLINE):
-            with pytest.raises(
-                RenderError, match=rf"\{{{name}: true}}' trains it, DATA_REASONING=drop"
-            ):
+            setting = rf"\{{{name}: {str(value).lower()}}}' trains it, DATA_REASONING=drop"
+            with pytest.raises(RenderError, match=setting):
                 trained(switched, answer)
-            thinking = "{% set " + name + " = true %}" + switched
+            thinking = f"{{% set {name} = {value!r} %}}" + switched
             assert trained(thinking, answer) == "It is a rose.\n</think>\n\nA rose.<|im_end|>"
 
 
@@ -165,6 +168,7 @@ def test_an_answer_that_quotes_the_marks_is_trained_whole(content, name):
         ),
         ("Why?\n</think>\n\nSo.", "Why?", "So."),
         ("[THINK]Why?[/THINK]So.", "Why?", "So."),
+        ("Here are my reasoning steps:\nWhy?\n[BEGIN FINAL RESPONSE]\nSo.", "Why?", "So."),
         ("<seed:think>Why?</seed:think>\n    So.", "Why?", "    So."),
     ],
 )
