@@ -67,10 +67,10 @@ PATHS = [
 # What a family cannot write, as its refusal says it
 CANNOT = re.compile(
     r"leaves out or changes (a tool call|messages\[\d\]|the reasoning)|single tool-calls"
-    r"|refuses the conv|a stop token before (a tool call|messages)"
+    r"|refuses the conv|a stop token before a tool call"
 )
 # What the page of templates does not say, by the beginnings of the templates' names
-NO_REASONING = ("Reka", "upstage", "llama-cpp-rwkv")
+NO_REASONING = ("Reka", "llama-cpp-rwkv")
 NOT_WRITTEN = {
     "reasoning": NO_REASONING,
     "reasoning before calls": (
@@ -78,8 +78,8 @@ NOT_WRITTEN = {
         *("gemma4_v2", *NO_REASONING),
     ),
 }
-# Their templates end answers where the generation config does not
-OTHER_ENDS = {"gemma": "<end_of_turn>", "upstage-Solar-Open-100B": "<|end|>"}
+# Its template ends answers where the generation config does not
+OTHER_ENDS = {"gemma": "<end_of_turn>"}
 
 
 @cache

