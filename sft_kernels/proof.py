@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from sft_kernels.capture import PACKED, PLAIN, ForwardCall, Kind, output_shape, preserving_state
-from sft_kernels.expert_modules import ranks_of_experts
 from sft_kernels.e4m3.linear import has_float8
+from sft_kernels.expert_modules import ranks_of_experts
 from sft_kernels.packed import forward_by_document
 from sft_kernels.process import Process
 from sft_kernels.recognize import MISMATCH_ERRORS

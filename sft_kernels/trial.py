@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from sft_kernels.capture import SEED, ForwardCall
+from sft_kernels.e4m3.linear import Float8Linear
 from sft_kernels.expert_modules import (
     SharedParamWrapper,
     ranks_of_experts,
@@ -34,7 +35,6 @@ from sft_kernels.expert_modules import (
     unwrap,
     weight_of,
 )
-from sft_kernels.e4m3.linear import Float8Linear
 from sft_kernels.linears import four_bit
 from sft_kernels.needs import PROVEN_EXPERTS
 from sft_kernels.process import Process

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from sft_kernels.attention.install import scales_by_place
-from sft_kernels.capture import LENGTHS, PACKED, ForwardCall, capture, preserving_state
 from sft_kernels.boundaries import Documents
+from sft_kernels.capture import LENGTHS, PACKED, ForwardCall, capture, preserving_state
 from sft_kernels.linear_attention import torch_code, uses_fla, why_no_fla
 from sft_kernels.mixers.forward import LEFT_OUT, forward_packed, install_mixer, rebound
 from sft_kernels.norms.install import install_gated_norms

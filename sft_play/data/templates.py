@@ -233,11 +233,18 @@ def stop_ids(tokenizer: Any) -> set[int]:
     `load_tokenizer` has set.
     """
     named = getattr(tokenizer, BASE_STOPS, ())
-    known = tokenizer.added_tokens_encoder
-    ends = known.keys() & {*TURN_ENDS, *named}
+    names = [*TURN_ENDS, *named]
+    # not by get_vocab, which copies the entire vocabulary
+    ids = tokenizer.convert_tokens_to_ids(names)
+    known = {
+        token: token_id
+        for token, token_id in zip(names, ids, strict=True)
+        if token_id is not None and tokenizer.convert_ids_to_tokens(token_id) == token
+    }
     if "<|return|>" in known or not {"<|eot|>", "<|flush|>"}.isdisjoint(named):
-        ends -= PART_ENDS.difference(named)
-    return {tokenizer.eos_token_id, *map(known.get, ends)}
+        for part_end in PART_ENDS.difference(named):
+            known.pop(part_end, None)
+    return {tokenizer.eos_token_id, *known.values()}
 
 
 def list_strings(value: Any) -> list[str]:

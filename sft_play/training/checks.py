@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sft_kernels.expert_modules import ranks_of_experts
 from sft_kernels.e4m3.linear import has_float8
+from sft_kernels.expert_modules import ranks_of_experts
 from sft_kernels.process import Process
 from sft_kernels.sharded import is_sharded
 from sft_kernels.training_setup import base_model_of

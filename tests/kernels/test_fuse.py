@@ -139,7 +139,7 @@ def test_samples_that_begin_alike_have_their_losses_in_one_row(model_type):
     sft_kernels.fuse(model)
     named = sft_kernels.documents(5, TREE)
     if model_type == "mamba2":
-        with pytest.raises(ValueError, match="takes no trees: the state of .* cannot branch"):
+        with pytest.raises(ValueError, match=r"takes no trees: the state of .* cannot branch"):
             model(input_ids=row, labels=labels, **named)
         return
     output, found = step(model, input_ids=row, labels=labels, **named)
