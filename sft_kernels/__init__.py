@@ -17,7 +17,7 @@ in torch, then the kernel if there is one. All packages use the modules next to 
     training_setup the model, and how it will be trained; `process` says where
     recognize      what a module computes, found from its structure
     capture        real inputs of the modules
-    trial          one module's own code and its fused code on those inputs
+    trial          a module's original and fused code on those inputs
     proof          whether outputs and gradients of both are the same
     boundaries     where the documents of a packed batch begin; `packed` shows them to modules
     trees          the same for samples with shared beginnings

@@ -77,7 +77,7 @@ def fuse(model: PreTrainedModel | PeftModel, compute_dtype: torch.dtype | None =
 
 
 def undo(model: PreTrainedModel | PeftModel) -> None:
-    """Give a fused model its own code back. Raises: ValueError if it is not fused."""
+    """Restore a fused model's original implementation. Raises: ValueError if it is not fused."""
     before = vars(base_model_of(model)).get(BEFORE)
     if before is None:
         raise ValueError("the model is not fused; sft_kernels.fuse(model) fuses it")

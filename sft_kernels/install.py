@@ -163,7 +163,7 @@ def _in_order(parts: dict[str, Any]) -> dict[str, Any]:
     return {part: parts[part] for part in dict.fromkeys([*names, *parts])}
 
 
-# The order matters. Experts come first: attention runs the full decoder, in which PEFT's own code
+# The order matters. Experts come first: attention runs the full decoder, in which PEFT's code
 # would build and store all adapted experts. Linears are those that no earlier part computes itself.
 # Mixers come last: if attention separates documents, it is not a mixer.
 # An installer returns how many modules it has fused: 0 if a model has none of its kind.

@@ -91,7 +91,7 @@ def hide_arguments(module: nn.Module, names: Sequence[str]) -> RemovableHandle:
 
 
 def forward_by_document(lengths: list[int], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Return the joined outputs of a module's own forward method, run on each document.
+    """Return the joined outputs of a module's original forward method, run on each document.
 
     A document's part of a tensor of tokens is (1, its tokens, ...). Its part of a mask is
     (1, heads, its tokens, its tokens).

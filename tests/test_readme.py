@@ -362,8 +362,12 @@ def test_the_module_and_its_options_exist(command):
 # hardware of README's table of cards
 CARDS = {
     "8 GiB": "1x8GiB",
+    "12 GiB": "1x12GiB",
     "16 GiB": "1x16GiB",
     "4090": "1x4090",
+    "32 GiB": "1x32GiB",
+    "40 GiB": "1x40GiB",
+    "48 GiB": "1x48GiB",
     "two": "2x4090",
     "H100": "1xH100",
     "eight": "8xH100",
@@ -394,6 +398,12 @@ def test_the_largest_model_that_the_readme_names_for_a_card_fits_it(card):
     printed = plan_of_card(card, {"MODEL_NAME": row_of_card(card)[1], "TUNING_MODE": "qlora"})
     assert "memory        fits: " in printed
     assert re.search(r"[0-9]+ of [0-9]+ layers in [0-9.]+ GiB of\s+host\s+memory", printed)
+
+
+@pytest.mark.parametrize("card", [card for card in CARDS if row_of_card(card)[2]])
+def test_the_experts_that_the_readme_names_for_a_card_fit_it(card):
+    printed = plan_of_card(card, {"MODEL_NAME": row_of_card(card)[2], "TUNING_MODE": "qlora"})
+    assert "memory        fits: " in printed and "experts" in printed
 
 
 @pytest.mark.parametrize("command", named(PLANS))

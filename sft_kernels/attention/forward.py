@@ -179,7 +179,7 @@ def remove_mask(
     is_made = isinstance(given, dict) or (isinstance(given, Tensor) and given.dim() == 4)
     sees_ahead = is_made and watched is not None and watched.has_images
     if sees_ahead and not (is_packed and watched.batch.image_blocks):
-        return None  # the model's own mask defines what image tokens attend to
+        return None  # the model's mask defines what image tokens attend to
     # a training batch with position ids but without boundaries is packed and needs its mask
     is_plain_step = is_training(module) and kwargs.get("position_ids") is None
     # newer versions use the second name
@@ -255,7 +255,7 @@ def attention_interface_forward(
 
 
 def _own_function(module: nn.Module, own: str, kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """Return the model's own attention function.
+    """Return the model's original attention function.
 
     If scores have a soft cap, this is the eager function: transformers' sdpa silently ignores
     it.

@@ -6,7 +6,7 @@ Rotary position embeddings (RoPE) use Liger's kernel on a GPU, and the formula e
 trace, attention and RoPE allocate the same as the kernels.
 
 The tokens of an image may attend to each other, e.g. in Gemma, while attention without a mask is
-causal. Only the rows of image tokens in the model's own mask are stored, and attention is
+causal. Only the rows of image tokens in the model's mask are stored, and attention is
 recomputed for these rows. The result of text tokens does not change.
 
 Legend: B rows, T tokens per row, N tokens in all documents, H query heads, K key and value heads,

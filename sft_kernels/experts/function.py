@@ -4,7 +4,7 @@
 
 Saved for backward: x, the routing, the outputs of the inner linear (S, F), and x A^T and h A^T of
 the adapters. h is recomputed, and the outputs of the experts are not needed.
-The reference is the module's own forward with PEFT's wrappers, which compute the full adapted
+The reference is the module's original forward with PEFT's wrappers, which compute the full adapted
 weight in each pass.
 
 h = gate(y) is elementwise. `FusedGlu` is act(g) u of the two halves [g, u] of y. `ClampedGlu` is

@@ -4,7 +4,7 @@
     backward   dU_i = s_i dy_i B_i,  dB_i = s_i dy_i^T (x A_i^T),  dA_i = dU_i^T x,
                dx = sum_i dU_i A_i + dy_i W_i
 
-The reference is PEFT's own forward. Here the adapter's part is added in the float32 accumulator of
+The reference is PEFT's forward. Here the adapter's part is added in the float32 accumulator of
 the large GEMM, not in another pass over the output. Saved for backward: x, which other modules
 save, too, and x A^T. PEFT also saves x as float32, and the adapter's output.
 

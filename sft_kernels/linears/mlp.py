@@ -4,7 +4,7 @@
 
 Saved for backward: x, the outputs of gate and up, and x A^T and h A^T of the adapters. h is
 recomputed: it is elementwise, and saving it would cost I features per token (28 KiB for an 8B
-model). The reference is the module's own forward with the references of `lora` and `glu`.
+model). The reference is the module's original forward with the references of `lora` and `glu`.
 
 `install_mlp` and `install_linears` find the MLPs and linears of a decoder.
 

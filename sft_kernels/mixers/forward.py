@@ -8,7 +8,7 @@ after a proof that the results are the same.
 A mixer of transformers calls a few functions by name: a causal convolution and a scan. `rebound`
 returns a copy of its forward method in which these names refer to the functions below. They start
 each document of a packed batch with an empty state. On a GPU they call the kernels of
-flash-linear-attention, which accept the boundaries; elsewhere they call the mixer's own functions.
+flash-linear-attention, which accept the boundaries; elsewhere they call the mixer's original functions.
 
 Legend: B rows, T tokens per row or in the flattened rows, N documents, C channels, W width of a
 convolution, H heads, G groups of heads, P features per head, S per state.
