@@ -102,6 +102,20 @@ LIGHT_ROOMS = (
     "cli",
     "api",
 )
+# modules of sft_kernels that SFT-Play uses: its types, what finds parts of a model, and few inner ones
+KERNEL_MODULES = {
+    *("boundaries", "trees", "process", "training_setup", "install", "needs", "modules", "sharded"),
+    *("loss.head", "loss.tokens", "e4m3.linear", "e4m3.quantize", "e4m3.rows", "expert_modules"),
+    *("attention.forward", "attention.reference", "linear_attention", "linears.delivered"),
+    *(
+        "linears.four_bit",
+        "linears.lora",
+        "linears.tiles",
+        "mxfp4",
+        "partitioned",
+        "triton_kernels",
+    ),
+}
 FUNCTION_LINES, FILE_LINES, SCRIPT_LINES, UNDOCUMENTED_LINES = 60, 400, 30, 8
 
 MODULES = sorted(
@@ -182,6 +196,17 @@ def rooms_imported(path: Path) -> set[str]:
 def test_a_module_imports_only_what_its_room_may() -> None:
     forbidden = {path: rooms_imported(path) - ALLOWED[room_of(path)] for path in MODULES}
     assert [f"{name_of(path)} imports {rooms}" for path, rooms in forbidden.items() if rooms] == []
+
+
+def test_few_modules_of_the_kernels_are_used_outside_them() -> None:
+    ours = [path for path in MODULES if path.is_relative_to(PACKAGE)]
+    names = {name for path in ours for node in nodes_of(path) for name in imported(node)}
+    inside = {
+        name.removeprefix("sft_kernels.") for name in names if name.startswith("sft_kernels.")
+    }
+    assert {name for name in inside if (KERNELS / f"{name.replace('.', '/')}.py").exists()} == (
+        KERNEL_MODULES
+    )
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
