@@ -16,11 +16,10 @@ s before it is quantized.
 
 A GPU multiplies float8 rows by rows. The second multiplication needs W_q^T, which is written to a
 scratch buffer each time. That reads and writes one byte per weight, about 2 % of the
-multiplication's time at 8,192 tokens. A second copy would need as many bytes as the weights.
+multiplication's time at 8,192 tokens.
 
 Fast accumulation: on Hopper, sums have 14 bits instead of 24. The error is about 0.1 % of an
-output, while float8's error is 3.7 %. Sums in 24 bits take a tenth longer (H200). torchao's
-row-wise recipe also trains with fast accumulation.
+output, while float8's error is 3.7 %. Sums in 24 bits take a tenth longer (H200).
 
 Legend: N rows or tokens, F features per row, `in` and `out` features of a weight.
 """

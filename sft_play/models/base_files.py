@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -335,14 +335,13 @@ def names_in_base(
     for name, own in saved.items():
         candidates = by_tensor.get(own or "", [])
         if name not in base and candidates:
-            found[name] = max(candidates, key=partial(_equal_ending, name))
+            found[name] = max(candidates, key=partial(_equal_ending, name.split(".")))
     return found
 
 
-def _equal_ending(name: str, other: str) -> int:
+def _equal_ending(words: list[str], other: str) -> int:
     """Return how many of the last words of two dotted names are equal."""
-    pairs = zip(reversed(name.split(".")), reversed(other.split(".")), strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return len(commonprefix((words[::-1], other.split(".")[::-1])))  # noqa: RUF071 - no paths
 
 
 def loaded_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str | None]:
