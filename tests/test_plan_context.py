@@ -58,6 +58,6 @@ def test_a_row_that_fits_on_no_gpu_here_is_answered_with_how_many_it_needs():
 def test_what_is_combined_with_sharing_is_kept():
     inputs = inputs_of(130, 1024, effective_batch_size=1, context_parallel=1)
     inputs = inputs.changed({"model.max_seq_len": 524_288}).changed({"tuning.mode": "lora"})
-    (sharing,) = _context_options(inputs, 1)
+    (sharing,) = _context_options(inputs)
     step = planned(sharing.applied(inputs.changed({"tuning.mode": "qlora"}))).step
     assert (step.mode, step.context_parallel) == ("qlora", 2)

@@ -10,8 +10,9 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.schema import Config
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.batch import smallest
+from sft_play.plan.candidates import plan_step
 from sft_play.plan.cards import parse_hardware
-from sft_play.plan.inputs import Draft, PlanInputs, draft_of, plan_step, rank_step
+from sft_play.plan.inputs import Draft, PlanInputs, draft_of, rank_step
 from sft_play.plan.memory import GIB, step_bytes
 from sft_play.plan.ranks import Machine, plan_ranks
 from sft_play.plan.warnings import shortage
@@ -33,6 +34,7 @@ def inputs_of(budget_gib: float, host_gib: float = 0, **train: Any) -> PlanInput
             precision="bf16",
             budget_bytes=int(budget_gib * GIB),
             gpu_names=("NVIDIA H200",),
+            gpu_count=1,
             host_budget_bytes=int(host_gib * GIB),
         ),
         model=EIGHT_B,

@@ -1,4 +1,4 @@
-"""sft_play.plan.weight_offloading: how many layers leave their weights on the host, and what it costs."""
+"""sft_play.plan.candidates: how many layers leave their weights on the host, and what it costs."""
 
 from dataclasses import replace
 

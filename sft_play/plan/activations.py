@@ -9,7 +9,6 @@ from typing import NamedTuple
 from sft_play.config.sections.model import HEADS
 from sft_play.plan.model_shape import FOUR_NORMS, HEAD_NORMS
 from sft_play.plan.step import Layout, StepSpec
-from sft_play.plan.traced import TracedStep
 
 # Per token and word: bf16 logits, float32 log-softmax and gradient, and the bf16 gradient
 LOGIT_BYTES = 12
@@ -36,7 +35,8 @@ def working_bytes(step: StepSpec, layout: Layout) -> Working:
     states and what experts save for the tokens of other ranks are added: once in each layer that is
     not recomputed; twice, plus their outputs, in the layer that runs.
     """
-    working = _working_of_rank(step, layout)
+    of_rank = _closed_working if step.traced is None else _traced_working
+    working = of_rank(step, layout)
     if step.expert_ranks == 1:
         return working
     model = step.model
@@ -54,15 +54,13 @@ def working_bytes(step: StepSpec, layout: Layout) -> Working:
     )
 
 
-def _working_of_rank(step: StepSpec, layout: Layout) -> Working:
-    """Return the same without tokens of other ranks.
+def _closed_working(step: StepSpec, layout: Layout) -> Working:
+    """Return the activations of a step without tokens of other ranks, by the closed form.
 
     In the backward pass a checkpointed layer is recomputed after the layers above it have freed
     theirs. So it adds to the peak only if all layers are checkpointed, and then after the loss is
     freed.
     """
-    if step.traced is not None:
-        return _traced_working(step, step.traced, layout)
     forward_loss, backward_loss = _loss_bytes(step, layout.tokens)
     kept = _kept_bytes(step, layout)
     are_all = layout.checkpointed_layers == step.model.layers
@@ -80,11 +78,13 @@ def _working_of_rank(step: StepSpec, layout: Layout) -> Working:
     )
 
 
-def _traced_working(step: StepSpec, traced: TracedStep, layout: Layout) -> Working:
+def _traced_working(step: StepSpec, layout: Layout) -> Working:
     """Return the activations of a traced step.
 
     A fused loss works in chunks and does not grow linearly, so the closed form is used for it.
     """
+    traced = step.traced
+    assert traced is not None, "only a traced step has them"
     rows = layout.sequences
     tokens = layout.row_tokens
     forward_loss = int(traced.logits.at(rows, tokens))

@@ -1,29 +1,29 @@
 """Changes of settings that would make a step fit, ranked by their cost in speed. Pure."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations
+from typing import Any
 
 from sft_play.config import deepspeed
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import env_name
 from sft_play.plan.activations import offloaded_bytes
+from sft_play.plan.candidates import plan_step
 from sft_play.plan.inputs import (
     SHARING_RANKS,
     Draft,
     PlanInputs,
     draft_of,
-    plan_step,
     rank_step,
+    why_not_offloaded,
     why_not_shared,
 )
 from sft_play.plan.memory import GIB, host_bytes, offloaded_weight_bytes
 from sft_play.plan.needs import may_be_float8
-from sft_play.plan.ranks import Strategy
+from sft_play.plan.ranks import Machine, Strategy
 from sft_play.plan.step import LONG_ROW
 from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp
-from sft_play.plan.weight_offloading import why_not_offloaded
 
 MIN_ROW_TOKENS = 256  # shorter rows are never suggested
 MAX_COMBINED = 3  # changes at once
@@ -41,21 +41,26 @@ class Advised:
 
 @dataclass(frozen=True)
 class Option:
-    """One setting that frees memory."""
+    """One change that frees memory: other settings, and other ranks if `machine` is not None."""
 
     words: str
-    applied: Callable[[PlanInputs], PlanInputs]  # the inputs with it
     group: str  # options in the same group exclude each other
     costs: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    machine: Machine | None = None
 
     @property
-    def settings(self) -> list[str]:
-        """The key of an option: of shorter rows, only the longest that fit are offered."""
+    def key(self) -> list[str]:
+        """The words that no second change repeats: only the longest rows that fit are offered."""
         return [self.group] if self.group in ("length", "batch") else self.words.split()
 
+    def applied(self, inputs: PlanInputs) -> PlanInputs:
+        """Return the inputs with the change."""
+        return replace(inputs.changed(self.settings), machine=self.machine or inputs.machine)
 
-def changes(draft: Draft, gpu_count: int) -> tuple[Advised, ...]:
-    """Return the changes that make a step fit on a host of `gpu_count` GPUs.
+
+def changes(draft: Draft) -> tuple[Advised, ...]:
+    """Return the changes that make a step fit on such a host.
 
     All settings of a change are needed. Changes that train the same thing come first, then the
     others; both are sorted by speed, fastest first. Empty if no three settings make it fit.
@@ -67,12 +72,12 @@ def changes(draft: Draft, gpu_count: int) -> tuple[Advised, ...]:
             "train.context_parallel": draft.step.context_parallel,
         }
     )
-    options = list(_options(replace(draft, inputs=inputs), gpu_count))
+    options = list(_options(replace(draft, inputs=inputs)))
     before = draft.tokens_per_second()
     found: dict[frozenset[str], Advised] = {}
     for count in range(1, MAX_COMBINED + 1):
         for combined in combinations(options, count):
-            key = frozenset(setting for option in combined for setting in option.settings)
+            key = frozenset(word for option in combined for word in option.key)
             groups = {option.group for option in combined}
             if len(groups) < count or any(fewer <= key for fewer in found):
                 continue
@@ -92,14 +97,6 @@ def _draft(inputs: PlanInputs) -> Draft:
     return plan_step(inputs, rank_step(inputs))
 
 
-def _host_bytes(draft: Draft) -> int:
-    """Return the bytes per rank that a draft stores in host memory."""
-    weights = offloaded_weight_bytes(draft.step) // draft.inputs.machine.ranks.per_node
-    return (
-        weights + host_bytes(draft.step, draft.layout) + offloaded_bytes(draft.step, draft.layout)
-    )
-
-
 def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None) -> Advised | None:
     """Return the combined effect of the options, None if the step still does not fit."""
     for option in options:
@@ -111,7 +108,7 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None)
     if machine.ranks.strategy == "fsdp" and why_not_fsdp(inputs.config, is_float16):
         return None
     draft = _draft(inputs)
-    if not draft.fits or _host_bytes(draft) > machine.host_budget_bytes:
+    if not draft.fits or sum(draft.host_bytes.values()) > machine.host_budget_bytes:
         return None
     layout = draft.layout
     batch = f"TRAIN_BATCH_SIZE={layout.batch_size} TRAIN_GRAD_ACCUM={layout.grad_accum}"
@@ -126,14 +123,15 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None)
     )
 
 
-def _options(draft: Draft, gpu_count: int) -> Iterator[Option]:
+def _options(draft: Draft) -> Iterator[Option]:
     """Yield every setting that can free memory here."""
     inputs, machine = draft.inputs, draft.inputs.machine
     train = inputs.config.train
     tuning = inputs.config.tuning
     if train.batch_size != "auto":
-        rows = draft.layout.rows_per_step
-        yield Option("", partial(_with_automatic_batch, rows=rows), "batch")
+        open_batch = {"train.batch_size": "auto", "train.grad_accum": "auto"}
+        rows = {"train.effective_batch_size": draft.layout.rows_per_step}
+        yield Option("", "batch", settings={**open_batch, **rows})
     if train.gradient_checkpointing is False:
         yield _setting({"train.gradient_checkpointing": "auto"}, "checkpointing")
     if inputs.can_offload_activations and not draft.step.offload_activations:
@@ -146,8 +144,8 @@ def _options(draft: Draft, gpu_count: int) -> Iterator[Option]:
         step = replace(draft.step, offloaded_weight_layers=draft.step.model.layers)
         costs = f"{offloaded_weight_bytes(step) / GIB:.0f} GiB of host memory"
         yield _setting({"train.weight_offloading": True}, "weights", costs)
-    yield from _engine_options(inputs, gpu_count)
-    yield from _context_options(inputs, gpu_count)
+    yield from _engine_options(inputs)
+    yield from _context_options(inputs)
     if tuning.mode == "full":
         is_float32 = inputs.config.model.dtype in ("auto", "float32")
         if is_float32 and machine.is_half and not machine.zero_stage:
@@ -177,100 +175,81 @@ def _setting(settings: dict[str, str | int], group: str, costs: str = "") -> Opt
     words = []
     for path, value in settings.items():
         words.append(f"{env_name(path)}={'true' if value is True else value}")
-    return Option(" ".join(words), partial(PlanInputs.changed, settings=settings), group, costs)
+    return Option(" ".join(words), group, costs, settings)
 
 
-def _engine_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
+def _engine_options(inputs: PlanInputs) -> Iterator[Option]:
     """Yield FSDP and ZeRO on the plan's GPUs, and on all GPUs of the host if some are idle."""
     machine, ranks = inputs.machine, inputs.machine.ranks
     if not machine.is_gpu:
         return
     train = inputs.config.train
     no_map = "" if inputs.config.model.device_map is None else " MODEL_DEVICE_MAP=null"
-    for per_node in sorted({ranks.per_node, gpu_count}):
+    for per_node in sorted({ranks.per_node, machine.gpu_count}):
         if per_node * ranks.nodes < 2 or per_node < ranks.per_node:
             continue
         is_more = per_node > ranks.per_node
         number = f" NUM_GPUS={per_node}" * is_more
-        engine = partial(_with_engine, per_node=per_node)
+        fsdp = _on_ranks(machine, "fsdp", per_node)
         if is_more or ranks.strategy != "fsdp":
             words = f"make train-distributed{number} TRAIN_STRATEGY=fsdp{no_map}"
-            yield Option(words, engine, "engine")
-        with_offload = partial(engine, offload_weights=True)
-        offloaded = with_offload(inputs)
+            yield Option(words, "engine", machine=fsdp)
+        offloading = replace(fsdp, offload_weights=True)
+        offloaded = replace(inputs, machine=offloading)
         draft = draft_of(offloaded, rank_step(offloaded))
         on_host = host_bytes(draft.step, draft.layout)
-        if not machine.offload_weights and on_host <= offloaded.machine.host_budget_bytes:
+        if not machine.offload_weights and on_host <= offloading.host_budget_bytes:
             named = " TRAIN_STRATEGY=fsdp" * (train.strategy not in ("auto", "fsdp"))
             words = f"make train-distributed{number} TRAIN_FSDP_OFFLOAD=true{named}{no_map}"
-            yield Option(words, with_offload, "engine")
+            yield Option(words, "engine", machine=offloading)
         if not backend_of(inputs.config).runs_under_deepspeed:
             continue
         for stage in range(max(2, machine.zero_stage + (not is_more)), 4):
-            named = f" TRAIN_STRATEGY=zero{stage}" * (train.strategy != "auto")
-            file = f"configs/deepspeed_zero{stage}.json"
+            name = f"zero{stage}"
+            raw = deepspeed.read_deepspeed_json(ZERO_CONFIGS[name])  # the JSON that ships
+            named = f" TRAIN_STRATEGY={name}" * (train.strategy != "auto")
+            file = f"configs/deepspeed_{name}.json"
             words = f"make train-deepspeed{number} DEEPSPEED_CONFIG={file}{named}{no_map}"
-            zero = partial(engine, strategy="deepspeed", zero_stage=stage)
-            yield Option(words, zero, "engine")
+            zero = replace(
+                _on_ranks(machine, "deepspeed", per_node),
+                zero_stage=stage,
+                fetching=deepspeed.fetching(raw, inputs.model.hidden),
+            )
+            yield Option(words, "engine", machine=zero)
 
 
-def _context_options(inputs: PlanInputs, gpu_count: int) -> Iterator[Option]:
+def _context_options(inputs: PlanInputs) -> Iterator[Option]:
     """Yield the smallest number of GPUs for long rows, even if this host has fewer."""
-    ranks = inputs.machine.ranks
-    if inputs.config.model.max_seq_len < LONG_ROW or not inputs.machine.is_gpu:
+    machine, ranks = inputs.machine, inputs.machine.ranks
+    if inputs.config.model.max_seq_len < LONG_ROW or not machine.is_gpu:
         return
     for count in SHARING_RANKS:
         per_node = max(ranks.per_node, count)
-        changed = partial(_sharing, per_node=per_node, gpu_count=gpu_count, count=count)
-        shared = changed(inputs)
-        is_more = count > inputs.config.train.context_parallel
-        if not is_more or why_not_shared(shared, rank_step(shared), count) is not None:
-            continue
-        if not _draft(shared).fits:
-            continue
+        strategy = "ddp" if ranks.strategy == "single" else ranks.strategy
+        more = _on_ranks(machine, strategy, per_node)
         words = f"make train-distributed NUM_GPUS={per_node} TRAIN_CONTEXT_PARALLEL={count}"
         words += " TRAIN_ACTIVATION_OFFLOADING=auto"
-        yield Option(words, changed, "engine", f"{per_node} GPUs" * (per_node > gpu_count))
-        return
+        costs = ""
+        if per_node > machine.gpu_count:
+            costs = f"{per_node} GPUs"
+            more = replace(more, host_budget_bytes=machine.host_budget_bytes)  # of another host
+        settings = {"train.activation_offloading": "auto", "train.context_parallel": count}
+        option = Option(words, "engine", costs, settings, more)
+        shared = option.applied(inputs)
+        is_more = count > inputs.config.train.context_parallel
+        is_possible = is_more and why_not_shared(shared, rank_step(shared), count) is None
+        if is_possible and _draft(shared).fits:
+            yield option
+            return
 
 
-def _sharing(inputs: PlanInputs, per_node: int, gpu_count: int, count: int) -> PlanInputs:
-    strategy = inputs.machine.ranks.strategy
-    more = _with_engine(inputs, per_node, "ddp" if strategy == "single" else strategy)
-    if per_node > gpu_count:  # of another host
-        host = inputs.machine.host_budget_bytes
-        more = replace(more, machine=replace(more.machine, host_budget_bytes=host))
-    return more.changed({"train.activation_offloading": "auto", "train.context_parallel": count})
-
-
-def _with_automatic_batch(inputs: PlanInputs, rows: int) -> PlanInputs:
-    settings = {
-        "train.batch_size": "auto",
-        "train.grad_accum": "auto",
-        "train.effective_batch_size": rows,
-    }
-    return replace(inputs.changed(settings), is_effective_set=True)
-
-
-def _with_engine(
-    inputs: PlanInputs,
-    per_node: int,
-    strategy: Strategy = "fsdp",
-    zero_stage: int = 0,
-    offload_weights: bool = False,
-) -> PlanInputs:
-    machine = inputs.machine
-    fetching = machine.fetching
-    if zero_stage:  # with the JSON that ships
-        raw = deepspeed.read_deepspeed_json(ZERO_CONFIGS[f"zero{zero_stage}"])
-        fetching = deepspeed.fetching(raw, inputs.model.hidden)
-    machine = replace(
+def _on_ranks(machine: Machine, strategy: Strategy, per_node: int) -> Machine:
+    """Return a machine without DeepSpeed, on which each rank has one GPU."""
+    return replace(
         machine,
         ranks=replace(machine.ranks, strategy=strategy, per_node=per_node, gpus_per_process=1),
-        zero_stage=zero_stage,
-        fetching=fetching,
+        zero_stage=0,
         offload=False,
-        offload_weights=offload_weights,
+        offload_weights=False,
         host_budget_bytes=machine.host_budget_bytes * machine.ranks.per_node // per_node,
     )
-    return replace(inputs, machine=machine)

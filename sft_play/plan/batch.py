@@ -201,20 +201,14 @@ def _batch_sizes(request: BatchRequest) -> list[list[int]]:
     divisors = [size for size in range(1, rows_of_rank + 1) if rows_of_rank % size == 0]
     tokens = {size: request.layout(size, 0).mean_tokens for size in divisors}
     most = max(tokens.values())
-    saturating = _saturating_tokens(most, request.overhead_tokens)
+    # SATURATED_TOKENS or, if a step has few tokens, the number within 3 % of computing its `most`
+    # tokens at once: 1 + OVERHEAD / t <= (1 + loss) (1 + OVERHEAD / most), solved for t
+    overhead = request.overhead_tokens
+    close = overhead / (SATURATED_LOSS + (1 + SATURATED_LOSS) * overhead / most)
+    saturating = min(SATURATED_TOKENS, close)
     enough = max(saturating, min(HOST_MARGIN * request.host_tokens, most))
     start = next(size for size in divisors if tokens[size] >= enough)
     return [[size for size in reversed(divisors) if size <= start]]
-
-
-def _saturating_tokens(most: float, overhead: float) -> float:
-    """Return the tokens of a micro-batch that is fast enough.
-
-    This is SATURATED_TOKENS or, if a step has few tokens, the number within 3 % of computing
-    its `most` tokens at once: 1 + OVERHEAD / t <= (1 + loss) (1 + OVERHEAD / most), solved for t.
-    """
-    tokens = overhead / (SATURATED_LOSS + (1 + SATURATED_LOSS) * overhead / most)
-    return min(SATURATED_TOKENS, tokens)
 
 
 STEP_TOKENS = 1024

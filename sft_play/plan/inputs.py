@@ -3,7 +3,7 @@
 `rank_step` may trace the model in another process. Everything else is arithmetic.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -11,7 +11,7 @@ from typing import Any, Self
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
-from sft_play.plan import activations, batch, memory, placement, speed
+from sft_play.plan import activations, batch, memory, speed
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.counting import Uncounted, load_trace
 from sft_play.plan.fast import (
@@ -22,10 +22,9 @@ from sft_play.plan.fast import (
     plan_kernels,
 )
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
-from sft_play.plan.ranks import Machine
-from sft_play.plan.step import LONG_ROW, Adapters, Layout, StepSpec
+from sft_play.plan.ranks import Machine, Ranks
+from sft_play.plan.step import Adapters, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
-from sft_play.plan.weight_offloading import fastest_offloaded, why_not_offloaded
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHARING_RANKS = (1, 2, 4, 8)  # numbers of ranks that may share a row
@@ -42,9 +41,10 @@ class PlanInputs:
     environ: Mapping[str, str] = field(default_factory=dict)
     is_exact: bool = False  # also trace a model like Llama
 
-    def changed(self, settings: dict[str, Any]) -> Self:
-        """Return the inputs with other settings."""
-        return replace(self, config=self.config.changed(settings))
+    def changed(self, settings: Mapping[str, Any]) -> Self:
+        """Return the inputs with other settings of the user."""
+        is_set = self.is_effective_set or "train.effective_batch_size" in settings
+        return replace(self, config=self.config.changed(settings), is_effective_set=is_set)
 
     @property
     def can_offload_activations(self) -> bool:
@@ -53,9 +53,15 @@ class PlanInputs:
 
     @property
     def may_offload_weights(self) -> bool:
-        """Whether train.weight_offloading=auto may store layers' weights in host memory."""
-        is_auto = self.machine.is_gpu and self.config.train.weight_offloading == "auto"
-        return is_auto and why_not_offloaded(self.config, self.machine.ranks) is None
+        """Whether train.weight_offloading=auto may store layers' weights in host memory.
+
+        It may not while GPUs are idle: they are faster than host memory.
+        """
+        machine = self.machine
+        is_auto = machine.is_gpu and self.config.train.weight_offloading == "auto"
+        has_idle_gpus = machine.gpu_count > machine.ranks.gpus_per_node
+        is_open = is_auto and not has_idle_gpus
+        return is_open and why_not_offloaded(self.config, machine.ranks) is None
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,16 @@ class Draft:
     def fits(self) -> bool:
         """Whether the step is expected to fit."""
         return self.peak_bytes <= self.inputs.machine.budget_bytes
+
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes per rank in host memory, by the setting that stores them there."""
+        weights = memory.offloaded_weight_bytes(self.step) // self.inputs.machine.ranks.per_node
+        return {
+            "train.fsdp_offload": memory.host_bytes(self.step, self.layout),
+            "train.weight_offloading": weights,
+            "train.activation_offloading": activations.offloaded_bytes(self.step, self.layout),
+        }
 
     def tokens_per_second(self) -> float | None:
         """Return the speed if all rows are full; None if nothing is known of the device."""
@@ -192,53 +208,21 @@ def request_of(inputs: PlanInputs, step: StepSpec) -> BatchRequest:
     )
 
 
-def plan_step(inputs: PlanInputs, step: StepSpec) -> Draft:
-    """Return the first draft that fits, else the first one; all auto settings are decided.
-
-    Raises: ConfigError for numbers that contradict each other.
-    """
-    return _first_that_fits(_drafts(inputs, _placed(inputs, step)))
-
-
-def _first_that_fits(drafts: Iterator[Draft]) -> Draft:
-    """Return the first draft that fits, else the first one. Later ones are not computed."""
-    first = next(drafts)
-    return first if first.fits else next((draft for draft in drafts if draft.fits), first)
-
-
-def _drafts(inputs: PlanInputs, step: StepSpec) -> Iterator[Draft]:
-    """Yield the ways to compute a step, in the order in which they are tried.
-
-    As few ranks share a row as possible. For each number of them, activations stay on the GPU, then
-    are offloaded; weights are offloaded last.
-
-    Raises: ConfigError if a step has fewer rows than ranks, however many share a row.
-    """
-    asked = inputs.config.train.context_parallel
-    counts = (asked,)
-    if asked == "auto":  # shorter rows have other ways to fit
-        counts = SHARING_RANKS if inputs.config.model.max_seq_len >= LONG_ROW else (1,)
-    first = refused = None
-    for count in counts:
-        if count > 1 and why_not_shared(inputs, step, count) is not None:
-            continue
-        try:
-            for draft in _drafts_by_offloading(inputs, replace(step, context_parallel=count)):
-                first = first or draft
-                yield draft
-        except ConfigError as error:
-            refused = refused or error
-    if first is None:
-        assert refused is not None, "one rank can always have a row"
-        raise refused
-    if inputs.may_offload_weights:
-        machine = inputs.machine
-        layer = memory.layer_bytes(first.step, first.step.weight_bytes)
-        room = machine.host_budget_bytes * machine.ranks.per_node // layer
-        most = min(step.model.layers, room)
-        offloaded = fastest_offloaded(partial(with_layers_on_host, first), most)
-        if offloaded is not None:
-            yield offloaded
+def why_not_offloaded(config: Config, ranks: Ranks) -> str | None:
+    """Return why frozen weights cannot be in host memory, and what to set; None if they can."""
+    reasons = {
+        "all weights are trained; set TUNING_MODE=lora": config.tuning.mode == "full",
+        "Unsloth loads the weights itself; set TUNING_BACKEND=bnb": (
+            not backend_of(config).recomputes_by_layer
+        ),
+        "model.device_map places the weights; set MODEL_DEVICE_MAP=null": (
+            config.model.device_map is not None
+        ),
+        f"strategy {ranks.strategy} has its own places for weights; set TRAIN_STRATEGY=ddp": (
+            ranks.strategy not in ("single", "ddp")
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def why_not_shared(inputs: PlanInputs, step: StepSpec, count: int) -> str | None:
@@ -263,61 +247,3 @@ def why_not_shared(inputs: PlanInputs, step: StepSpec, count: int) -> str | None
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _drafts_by_offloading(inputs: PlanInputs, step: StepSpec) -> Iterator[Draft]:
-    """Yield the drafts that train.activation_offloading allows.
-
-    Long rows save the outputs of attention if that fits. Activations are offloaded for as many
-    layers as the host has memory for.
-    """
-    asked = inputs.config.train.activation_offloading
-    row_tokens = inputs.config.model.max_seq_len // step.context_parallel
-    is_long = row_tokens >= LONG_ROW and step.is_fast and inputs.can_offload_activations
-    if is_long and asked is not True:
-        kept = draft_of(inputs, replace(step, keeps_attention=True))
-        if kept.fits:
-            yield kept
-    yield draft_of(inputs, step)
-    if asked != "auto" or not inputs.can_offload_activations:
-        return
-    step = replace(step, offload_activations=True)
-    offloaded = draft_of(inputs, step)
-    host_bytes = activations.offloaded_bytes(step, offloaded.layout)
-    if host_bytes > inputs.machine.host_budget_bytes:
-        layers = offloaded.layout.checkpointed_layers
-        room = inputs.machine.host_budget_bytes * layers // host_bytes
-        offloaded = draft_of(inputs, replace(step, host_layers=room))
-    yield offloaded
-
-
-def with_layers_on_host(draft: Draft, count: int) -> Draft:
-    """Return a draft with some layers' weights in host memory; activations can use the rest."""
-    machine = draft.inputs.machine
-    step = replace(draft.step, offloaded_weight_layers=count)
-    share = memory.offloaded_weight_bytes(step) // machine.ranks.per_node
-    left = replace(machine, host_budget_bytes=max(0, machine.host_budget_bytes - share))
-    tried = _drafts_by_offloading(replace(draft.inputs, machine=left), step)
-    offloaded = _first_that_fits(tried)
-    return replace(offloaded, inputs=draft.inputs)
-
-
-def _placed(inputs: PlanInputs, step: StepSpec) -> StepSpec:
-    """Return the step with the number of layers on each GPU, if one process has several.
-
-    sequential gives GPU 0 the largest number of layers with which a step fits.
-    """
-    gpus = inputs.machine.ranks.gpus_per_process
-    rule = inputs.config.model.device_map
-    layers = inputs.model.layers
-    if gpus == 1:
-        return step
-    if isinstance(rule, dict):
-        return replace(step, layers_by_gpu=placement.counts(placement.map_layers(rule, layers)))
-    fewest = -(-layers // gpus)
-    for most_layers in range(layers, fewest, -1) if rule == "sequential" else ():
-        counts = placement.count_layers(rule, layers, gpus, most_layers)
-        placed = replace(step, layers_by_gpu=counts)
-        if draft_of(inputs, placed).fits:
-            return placed
-    return replace(step, layers_by_gpu=placement.count_layers(rule, layers, gpus, fewest))

@@ -88,7 +88,7 @@ class StepBytes:
 
     @property
     def predicted_peak(self) -> int:
-        return self.peak.total
+        return max(self.totals().values())
 
     def totals(self) -> dict[str, int]:
         """Return the bytes of each phase."""
@@ -299,13 +299,16 @@ def _held(step: StepSpec, layout: Layout) -> PhaseBytes:
     optimizer = (step.state_bytes + step.master_bytes * trained) // optimizer_shards
     gradients = step.trained_bytes * trained // gradient_shards
     trains_on_host = step.is_gpu and step.offloads_training
+    context = CPU_CONTEXT_BYTES
+    if step.is_gpu:
+        context = GPU_CONTEXT_BYTES + COLLECTIVE_BYTES * (world_size > 1)
     return PhaseBytes(
         weights=0 if step.offload_weights and step.is_gpu else weights,
         adapters=adapter_bytes * step.adapter_weights // (1 if step.is_fsdp else weight_shards),
         gradients=0 if trains_on_host else gradients,
         optimizer=0 if trains_on_host or (step.offload and step.is_gpu) else optimizer,
         buckets=buckets,
-        context=_context_bytes(step, world_size),
+        context=context,
     )
 
 
@@ -389,9 +392,3 @@ def _gathered_one(step: StepSpec) -> int:
     if not step.is_fsdp:
         return 0
     return step.weight_bytes * step.model.vocab * step.model.hidden
-
-
-def _context_bytes(step: StepSpec, world_size: int) -> int:
-    if not step.is_gpu:
-        return CPU_CONTEXT_BYTES
-    return GPU_CONTEXT_BYTES + (COLLECTIVE_BYTES if world_size > 1 else 0)

@@ -18,11 +18,9 @@ from sft_play.config.schema import Config
 from sft_play.errors import ConfigError, EnvironmentFault
 from sft_play.plan.cards import Card
 from sft_play.plan.devices import Gpu, Hardware
-from sft_play.plan.inputs import PlanInputs, why_not_shared
-from sft_play.plan.ranks import Ranks
+from sft_play.plan.inputs import PlanInputs, why_not_offloaded, why_not_shared
 from sft_play.plan.step import StepSpec
 from sft_play.plan.strategy import refuse_remainder, unsharded
-from sft_play.plan.weight_offloading import refuse_offloading
 
 FLASH2 = "flash-attn"  # the package of FlashAttention 2
 FLASH2_CAPABILITY = (8, 0)  # or newer
@@ -31,13 +29,7 @@ INSTALL_FLASH2 = ".venv/bin/pip install flash-attn --no-build-isolation"
 
 def require_needs(loaded: LoadedConfig, hardware: Hardware) -> None:
     """Raise EnvironmentFault if a setting needs something that this machine does not have."""
-    _require_backend(loaded.config, hardware)
-    require_float8(loaded, hardware)
-    _require_flash_attention(loaded, hardware)
-
-
-def _require_backend(config: Config, hardware: Hardware) -> None:
-    backend = backend_of(config)
+    backend = backend_of(loaded.config)
     if backend.needs_gpu and hardware.kind != "cuda":
         raise EnvironmentFault(
             f"tuning.backend={backend.name}: {backend.title} needs an NVIDIA GPU and none is "
@@ -48,6 +40,14 @@ def _require_backend(config: Config, hardware: Hardware) -> None:
             f"tuning.backend={backend.name}: {backend.package} is not installed; "
             f"run {backend.install_command}, or set TUNING_BACKEND=bnb"
         )
+    gpu = _first_below(FLOAT8_CAPABILITY, hardware)
+    if loaded.config.tuning.has_float8_base and gpu is not None:  # a CPU emulates it
+        raise EnvironmentFault(
+            f"{loaded.described('tuning.base_dtype')}: cuda:{gpu.index} {gpu.name} has capability "
+            f"{_capability(gpu)}, and float8 needs 8.9 (Ada, Hopper and later); set "
+            "TUNING_BASE_DTYPE=auto, or TUNING_MODE=qlora for a 4-bit base"
+        )
+    _require_flash_attention(loaded, hardware)
 
 
 def _require_flash_attention(loaded: LoadedConfig, hardware: Hardware) -> None:
@@ -100,20 +100,6 @@ def may_be_float8(config: Config, card: Card | None) -> bool:
     return config.tuning.mode == "lora" and config.tuning.backend == "bnb" and is_plain
 
 
-def require_float8(loaded: LoadedConfig, hardware: Hardware) -> None:
-    """Raise EnvironmentFault if a float8 base is requested and a GPU does not support float8.
-
-    A CPU emulates it.
-    """
-    gpu = _first_below(FLOAT8_CAPABILITY, hardware)
-    if loaded.config.tuning.has_float8_base and gpu is not None:
-        raise EnvironmentFault(
-            f"{loaded.described('tuning.base_dtype')}: cuda:{gpu.index} {gpu.name} has capability "
-            f"{_capability(gpu)}, and float8 needs 8.9 (Ada, Hopper and later); set "
-            "TUNING_BASE_DTYPE=auto, or TUNING_MODE=qlora for a 4-bit base"
-        )
-
-
 # accelerate replaces any other optimizer by DeepSpeed's CPU Adam, too, without a message
 OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
@@ -121,7 +107,10 @@ OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     """Raise ConfigError for settings that contradict each other on these ranks."""
     config, machine = loaded.config, inputs.machine
-    refuse_offloading(loaded, machine.ranks)
+    why_not = why_not_offloaded(config, machine.ranks)
+    if config.train.weight_offloading is True and why_not is not None:
+        described = loaded.described("train.weight_offloading")
+        raise ConfigError(f"{described}: {why_not}, or TRAIN_WEIGHT_OFFLOADING=false")
     if machine.offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
         raise ConfigError(
             f"{loaded.described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW "
@@ -134,7 +123,25 @@ def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
             "ZeRO-3 with tuning.mode=qlora aborts on a CPU; set TUNING_MODE=lora, or train with "
             "make train-distributed TRAIN_STRATEGY=fsdp, or zero2"
         )
-    _refuse_deepspeed(loaded, machine.ranks)
+    is_deepspeed = machine.ranks.strategy == "deepspeed"
+    if is_deepspeed and config.train.optim in MATRIX_OPTIMIZERS:
+        raise ConfigError(
+            f"{loaded.described('train.optim')}: it steps matrices, and DeepSpeed cuts flat "
+            "lists of weights; set TRAIN_OPTIM=adamw_torch_fused, or use make train-distributed "
+            "TRAIN_STRATEGY=ddp"
+        )
+    if is_deepspeed and config.tuning.trains_encoders:
+        raise ConfigError(
+            f"{loaded.described('tuning.encoders')}: ZeRO reduces gradients in the order in which "
+            "they are computed, and a rank without an image in a batch has another; "
+            "set TRAIN_STRATEGY=ddp, or TUNING_ENCODERS=frozen"
+        )
+    if is_deepspeed and config.tuning.has_float8_base:
+        raise ConfigError(
+            f"{loaded.described('tuning.base_dtype')}: DeepSpeed converts all weights to one type; "
+            "train with make train-distributed (TRAIN_STRATEGY=ddp, or fsdp to divide the base), "
+            "or set TUNING_BASE_DTYPE=auto"
+        )
     if machine.ranks.strategy == "ep" and inputs.model.guess is None:
         refuse_remainder(inputs.model.counts.stacked_experts, machine.ranks.world_size)
     whole = unsharded(config)
@@ -152,28 +159,6 @@ def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
         )
 
 
-def _refuse_deepspeed(loaded: LoadedConfig, ranks: Ranks) -> None:
-    """Raise ConfigError for settings that DeepSpeed cannot train."""
-    if loaded.config.train.optim in MATRIX_OPTIMIZERS and ranks.strategy == "deepspeed":
-        raise ConfigError(
-            f"{loaded.described('train.optim')}: it steps matrices, and DeepSpeed cuts flat "
-            "lists of weights; set TRAIN_OPTIM=adamw_torch_fused, or use make train-distributed "
-            "TRAIN_STRATEGY=ddp"
-        )
-    if loaded.config.tuning.trains_encoders and ranks.strategy == "deepspeed":
-        raise ConfigError(
-            f"{loaded.described('tuning.encoders')}: ZeRO reduces gradients in the order in which "
-            "they are computed, and a rank without an image in a batch has another; "
-            "set TRAIN_STRATEGY=ddp, or TUNING_ENCODERS=frozen"
-        )
-    if loaded.config.tuning.has_float8_base and ranks.strategy == "deepspeed":
-        raise ConfigError(
-            f"{loaded.described('tuning.base_dtype')}: DeepSpeed converts all weights to one type; "
-            "train with make train-distributed (TRAIN_STRATEGY=ddp, or fsdp to divide the base), "
-            "or set TUNING_BASE_DTYPE=auto"
-        )
-
-
 def refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJson) -> NoReturn:
     """Refuse bfloat16 under DeepSpeed without a GPU. Raises: ConfigError."""
     asked = loaded.described("train.bf16")
@@ -185,34 +170,27 @@ def refuse_bfloat16(loaded: LoadedConfig, path: Path, raw: deepspeed.DeepSpeedJs
     )
 
 
-def refuse_shared_rows(loaded: LoadedConfig, inputs: PlanInputs, step: StepSpec) -> None:
-    """Raise ConfigError if the number of ranks that share each row is not possible."""
-    asked = loaded.config.train.context_parallel
-    reason = None
-    if asked not in ("auto", 1):
-        reason = why_not_shared(inputs, step, asked)
-    if reason is not None:
-        raise ConfigError(
-            f"{loaded.described('train.context_parallel')}: {reason}; set TRAIN_CONTEXT_PARALLEL=1"
-        )
+def refuse_step(loaded: LoadedConfig, inputs: PlanInputs, step: StepSpec) -> None:
+    """Raise ConfigError if ranks cannot share rows as requested, or a layer's name is misspelt.
 
-
-def refuse_misspelt_targets(step: StepSpec) -> None:
-    """Raise ConfigError if the name of a layer to adapt is nearly that of a layer of the model.
-
-    Other unknown names are left to the model itself, which has more layers than the plan knows.
+    The name of a layer to adapt is misspelt if it is nearly that of a layer of the model. Other
+    unknown names are left to the model itself, which has more layers than the plan knows.
     """
     targets = step.adapters.targets
-    if step.is_full or isinstance(targets, str):
-        return
     known = {kind.name.rpartition(".")[2] for kind in step.model.matrices}
-    for name in targets:
+    for name in () if step.is_full or isinstance(targets, str) else targets:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if near and name not in known:
             raise ConfigError(
                 f"tuning.lora.target_modules: the model has no linear layer {name}; did you mean "
                 f"{near[0]}? It has {', '.join(sorted(known))}"
             )
+    asked = loaded.config.train.context_parallel
+    reason = None if asked in ("auto", 1) else why_not_shared(inputs, step, asked)
+    if reason is not None:
+        raise ConfigError(
+            f"{loaded.described('train.context_parallel')}: {reason}; set TRAIN_CONTEXT_PARALLEL=1"
+        )
 
 
 class PackingChoice(NamedTuple):

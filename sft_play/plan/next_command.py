@@ -13,12 +13,12 @@ from sft_play.config.targets import READS
 from sft_play.errors import OutOfMemory
 from sft_play.plan import batch
 from sft_play.plan.batch import BatchRequest
+from sft_play.plan.inputs import why_not_offloaded
 from sft_play.plan.memory import GIB
 from sft_play.plan.probe_fit import MeasuredFit
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.step import Layout
 from sft_play.plan.strategy import why_not_fsdp
-from sft_play.plan.weight_offloading import why_not_offloaded
 
 TARGETS = {
     "single": "train",

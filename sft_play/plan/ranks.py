@@ -212,6 +212,7 @@ class Machine:
     precision: Precision
     budget_bytes: int  # that one rank may use
     gpu_names: tuple[str, ...]  # of this machine's ranks; () on a CPU
+    gpu_count: int = 0  # of a host, also idle ones
     host_budget_bytes: int = 0  # host memory that one rank may use
     zero_stage: int = 0  # 0 without DeepSpeed
     offload: bool = False  # of the optimizer's state
@@ -251,6 +252,7 @@ def machine_of(
         precision=precision,
         budget_bytes=int(free_bytes * (1 - RESERVE)),
         gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.gpus_per_node]),
+        gpu_count=hardware.count,
         host_budget_bytes=int(hardware.ram_available_bytes // ranks.per_node * (1 - RESERVE)),
         zero_stage=deepspeed.zero_stage(raw),
         offload=offload,

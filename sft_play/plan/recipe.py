@@ -96,8 +96,15 @@ def settle_autos(loaded: LoadedConfig, facts: RecipeFacts) -> LoadedConfig:
     if config.train.epochs == "auto":
         choices["train.epochs"] = choose_epochs(facts.rows)
     if config.model.max_seq_len == "auto":
+        generated_tokens, may_lose = 0, None
+        asked = config.train.generation_max_new_tokens  # auto follows from max_seq_len
+        if config.train.predict_with_generate and asked != "auto":
+            generated_tokens = asked
+        are_texts = isinstance(facts.rows, RowFacts) and facts.rows.are_texts
+        if config.data.too_long == "drop" or (config.data.too_long == "auto" and not are_texts):
+            may_lose = config.data.max_lost
         choices["model.max_seq_len"] = choose_max_seq_len(
-            facts.rows, facts.positions, _generated_tokens(config), _may_lose(config, facts.rows)
+            facts.rows, facts.positions, generated_tokens, may_lose
         )
     values = {}
     for path, choice in choices.items():
@@ -192,13 +199,6 @@ def choose_max_seq_len(
     return Choice(chosen, reason)
 
 
-def _may_lose(config: Config, rows: RowFacts | str) -> float | None:
-    """Return the share of tokens that may be lost with too long rows; None: no rows are dropped."""
-    are_texts = isinstance(rows, RowFacts) and rows.are_texts
-    drops = config.data.too_long == "drop" or (config.data.too_long == "auto" and not are_texts)
-    return config.data.max_lost if drops else None
-
-
 def round_up(tokens: int) -> int:
     """Return the next multiple of 64, or of an eighth of the power of two below.
 
@@ -244,14 +244,6 @@ def model_summary(model: ModelShape) -> str:
     if model.active_parameters < model.parameters:
         words += f", {format_count(model.active_parameters)} active per token"
     return words + model.counts.describe()
-
-
-def _generated_tokens(config: Config) -> int:
-    """Return the tokens that the user wants to generate; auto follows from max_seq_len."""
-    train = config.train
-    if not train.predict_with_generate or train.generation_max_new_tokens == "auto":
-        return 0
-    return train.generation_max_new_tokens
 
 
 def _covering_tokens(lengths: tuple[int, ...]) -> int:

@@ -9,11 +9,10 @@ from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.advice import Advised
 from sft_play.plan.launch import Launch
-from sft_play.plan.memory import GIB
+from sft_play.plan.memory import GIB, offloaded_weight_bytes
 from sft_play.plan.ranks import DTYPE_NAMES, RESERVE, config_precision
 from sft_play.plan.recipe import format_count, model_summary
 from sft_play.plan.run_plan import PlannedRun, RunPlan
-from sft_play.plan.weight_offloading import describe_host
 from sft_play.plan.workload import Workload, describe_float8, describe_run, describe_speed
 
 LINE_WIDTH = 110
@@ -55,12 +54,21 @@ def plan_line(planned: PlannedRun) -> str:
     context = f" context_parallel={shared}" if shared > 1 else ""
     return (
         f"plan device={plan.ranks.device} world={layout.world_size} "
-        f"strategy={plan.ranks.strategy}{zero}{context}{describe_host(plan.step)} "
+        f"strategy={plan.ranks.strategy}{zero}{context}{_on_host(plan)} "
         f"batch={layout.batch_size} x {layout.replicas} x accum={layout.grad_accum} "
         f"= {layout.rows_per_step} packing={str(plan.packing).lower()} "
         f"checkpointing={checkpointing} compute={config_precision(planned.config)} "
         f"predicted_peak={_gib(plan.memory.predicted_peak)}GiB of {_gib(plan.budget_bytes)}GiB"
     )
+
+
+def _on_host(plan: RunPlan) -> str:
+    """Return text in parentheses on the weights that are in host memory, "" if none are."""
+    step = plan.step
+    if not step.offloaded_weight_layers:
+        return ""
+    size = f"{offloaded_weight_bytes(step) / GIB:.1f} GiB of host memory"
+    return f" ({step.offloaded_weight_layers} of {step.model.layers} layers in {size})"
 
 
 def packing_line(plan: RunPlan, unpacked: int) -> str:
@@ -352,7 +360,7 @@ def _packing(plan: RunPlan) -> str:
 
 def _precision(planned: PlannedRun) -> str:
     computed = DTYPE_NAMES[config_precision(planned.config)]
-    weights = _weight_types(planned) + describe_host(planned.plan.step)
+    weights = _weight_types(planned) + _on_host(planned.plan)
     optim = planned.config.train.optim
     if planned.plan.step.is_full:
         return f"computes in {computed}; weights in {weights}; optimizer {optim}"

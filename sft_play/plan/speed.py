@@ -13,7 +13,6 @@ from sft_play.plan import memory
 from sft_play.plan.cards import Card
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.step import LONG_ROW, Layout, StepSpec
-from sft_play.plan.weight_offloading import with_copies
 
 
 def step_flops(
@@ -234,7 +233,7 @@ def host_tokens(step: StepSpec, row_tokens: int, card: Card | None) -> float:
     if card is None or not step.is_gpu or not step.is_half:
         return 0.0
     seconds = _gpu_seconds(step, StepWork(1, row_tokens, 1), card)
-    waiting = max(_host_seconds(step, 0), with_copies(step, card, 0.0, 0, 1))
+    waiting = max(_host_seconds(step, 0), _with_copies(step, card, 0.0, 0, 1))
     return waiting * row_tokens / seconds
 
 
@@ -246,7 +245,17 @@ def _gpu_seconds(step: StepSpec, work: StepWork, card: Card) -> float:
     row_tokens = max(1, round(work.row_tokens))
     if row_tokens >= LONG_ROW:
         flops += ATTENTION * work.rows * _attention_flops(step.model, [row_tokens])
-    passed_bytes = work.padding * work.tokens * _passed_bytes(step)
+    model = step.model
+    experts = [kind for kind in model.matrices if kind.experts > 1]
+    features = model.layers * model.hidden
+    # a layer with experts is assumed to have no other MLP
+    features += (model.layers - _expert_layers(model)) * model.intermediate
+    of_experts = sum(kind.count * kind.active * (kind.inputs + kind.outputs) for kind in experts)
+    passes = (FUSED_PASSES if step.is_fast else UNFUSED_PASSES)[step.mode]
+    passes += FLOAT8_PASSES * step.is_float8
+    of_recurrences = model.counts.recurrent_layers * model.hidden * RECURRENT_PASSES
+    numbers = features * passes + of_experts * EXPERT_PASSES + of_recurrences
+    passed_bytes = work.padding * work.tokens * 2 * numbers  # of a token's activations
     seconds = flops / (PRODUCTS * card.reached_flops) + passed_bytes / card.bandwidth
     if not step.is_float8:
         return seconds
@@ -268,8 +277,19 @@ def _compute_seconds(step: StepSpec, layout: Layout, work: StepWork, card: Card)
         recomputed /= 1 + layout.pair_cost * work.row_tokens
     gpu_seconds = seconds * overhead * (1 + recomputed * again)
     gpu_seconds += work.micro_batches * (2 + again) * _reading_seconds(step, card)
-    gpu_seconds = with_copies(step, card, gpu_seconds, again, work.micro_batches)
+    gpu_seconds = _with_copies(step, card, gpu_seconds, again, work.micro_batches)
     return max(gpu_seconds, work.micro_batches * _host_seconds(step, again))
+
+
+def _with_copies(step: StepSpec, card: Card, seconds: float, again: float, passes: int) -> float:
+    """Return the seconds of micro-batches whose forward and backward `passes` copy weights.
+
+    Copies run while layers compute. `seconds` is the time without them, and `again` is the share of
+    the layers that the backward pass recomputes.
+    """
+    copies = passes * memory.offloaded_weight_bytes(step) / card.host_link_bytes
+    forward = seconds / (2 + again)
+    return max(forward, copies) + max(seconds - forward, copies) if copies else seconds
 
 
 def _reading_seconds(step: StepSpec, card: Card) -> float:
@@ -277,24 +297,6 @@ def _reading_seconds(step: StepSpec, card: Card) -> float:
     experts = [kind for kind in step.of_rank().model.matrices if kind.is_stacked]
     weight_bytes = UNPACKED_BYTES if step.is_quantized else step.compute_bytes
     return weight_bytes * sum(kind.weights for kind in experts) / card.bandwidth
-
-
-def _passed_bytes(step: StepSpec) -> int:
-    """Return the bytes that a token's activations move in all passes over them.
-
-    A layer with experts is assumed to have no other MLP.
-    """
-    model = step.model
-    experts = [kind for kind in model.matrices if kind.experts > 1]
-    features = model.layers * model.hidden
-    features += (model.layers - _expert_layers(model)) * model.intermediate
-    of_experts = sum(kind.count * kind.active * (kind.inputs + kind.outputs) for kind in experts)
-    passes = (FUSED_PASSES if step.is_fast else UNFUSED_PASSES)[step.mode]
-    if step.is_float8:
-        passes += FLOAT8_PASSES
-    recurrent = model.counts.recurrent_layers
-    of_recurrences = recurrent * model.hidden * RECURRENT_PASSES
-    return 2 * (features * passes + of_experts * EXPERT_PASSES + of_recurrences)
 
 
 def _expert_layers(model: ModelShape) -> int:

@@ -177,7 +177,7 @@ class Adapters:
             weights += kind.count * adapters * of_one
         return weights
 
-    @property
+    @cached_property
     def saved_names(self) -> set[str]:
         """The last words of the names of the modules that are trained in full."""
         return {name.rpartition(".")[2] for name in self.saved_modules}
@@ -205,22 +205,16 @@ class Adapters:
         names = self.saved_names
         saved_matrices = bool(names & EMBEDDINGS) + bool(names & HEADS)
         rows += min(matrices, saved_matrices) * model.vocab * model.hidden  # tied: either is both
-        sizes = _module_sizes(model)
+        sizes = {"norm": model.hidden}  # of all modules with a name, except embedding and head
+        for name in LAYER_NORMS:
+            sizes[name] = model.layers * model.hidden
+        for kind in model.matrices:
+            word = kind.name.rpartition(".")[2]
+            sizes[word] = sizes.get(word, 0) + kind.weights
         return rows + sum(sizes.get(name, 0) for name in names)
 
 
 PLAIN = Adapters()  # of the default rank on the linear layers of all blocks
-
-
-def _module_sizes(model: ModelShape) -> dict[str, int]:
-    """Return the weights of all modules with a name, except embedding and head."""
-    sizes = {"norm": model.hidden}
-    for name in LAYER_NORMS:
-        sizes[name] = model.layers * model.hidden
-    for kind in model.matrices:
-        word = kind.name.rpartition(".")[2]
-        sizes[word] = sizes.get(word, 0) + kind.weights
-    return sizes
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Loads no torch.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 
@@ -41,6 +42,12 @@ class ChosenStrategy:
 
     strategy: Strategy
     deepspeed_path: Path | None = None
+
+    @cached_property
+    def deepspeed_json(self) -> deepspeed.DeepSpeedJson:
+        """The settings in the JSON, {} without one."""
+        path = self.deepspeed_path
+        return deepspeed.read_deepspeed_json(path) if path else {}
 
 
 @dataclass(frozen=True)

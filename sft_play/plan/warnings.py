@@ -10,10 +10,11 @@ from sft_play.config.invocation import FORCE_SINGLE, Words
 from sft_play.config.loader import LoadedConfig
 from sft_play.config.rules import without_effect_on_strategy
 from sft_play.config.schema import Config
-from sft_play.plan import activations, memory, recipe
+from sft_play.plan import memory, recipe
+from sft_play.plan.candidates import with_layers_on_host
 from sft_play.plan.config_json import load_positions
 from sft_play.plan.devices import Hardware
-from sft_play.plan.inputs import Draft, with_layers_on_host
+from sft_play.plan.inputs import Draft
 from sft_play.plan.memory import GIB
 from sft_play.plan.model_shape import ModelShape
 from sft_play.plan.needs import gpus_here, version_of
@@ -214,21 +215,18 @@ def _host_warnings(draft: Draft) -> list[str]:
 
 def _offloading_warnings(draft: Draft) -> list[str]:
     """Return notes on offloaded weights and activations."""
-    weights = memory.host_bytes(draft.step, draft.layout)
-    shared = memory.offloaded_weight_bytes(draft.step) // draft.inputs.machine.ranks.per_node
-    inputs_of_layers = activations.offloaded_bytes(draft.step, draft.layout)
-    offloaded = (
-        ("train.fsdp_offload", weights, "set TUNING_MODE=qlora, or use more machines"),
-        ("train.weight_offloading", shared, "set TUNING_MODE=qlora, or use a larger host"),
-        ("train.activation_offloading", inputs_of_layers, "set a smaller MODEL_MAX_SEQ_LEN"),
-    )
+    remedies = {
+        "train.fsdp_offload": "set TUNING_MODE=qlora, or use more machines",
+        "train.weight_offloading": "set TUNING_MODE=qlora, or use a larger host",
+        "train.activation_offloading": "set a smaller MODEL_MAX_SEQ_LEN",
+    }
     host_budget = draft.inputs.machine.host_budget_bytes
     warnings = []
-    for setting, needed, remedy in offloaded:
+    for setting, needed in draft.host_bytes.items():
         if needed > host_budget:
             warnings.append(
                 f"{setting}=true needs {needed / GIB:.1f} GiB of host memory for each process, "
-                f"and {host_budget / GIB:.1f} GiB are there; {remedy}"
+                f"and {host_budget / GIB:.1f} GiB are there; {remedies[setting]}"
             )
     if not draft.fits and draft.inputs.may_offload_weights:
         on_host = with_layers_on_host(draft, draft.step.model.layers)
