@@ -27,7 +27,7 @@ from sft_play.plan.speed import (
     OVERHEAD_TOKENS,
     Speed,
     StepWork,
-    overhead_tokens,
+    fixed_tokens,
     predict,
 )
 from sft_play.plan.step import Adapters, Layout
@@ -144,9 +144,9 @@ def test_a_mixture_on_four_h100s_trains_as_fast_as_predicted(strategy, tokens_pe
 def test_a_micro_batch_of_a_mixture_costs_the_reading_of_its_experts(mode, tokens):
     mixture = load_shape("Qwen/Qwen3-30B-A3B", None, {})
     step, _ = EXAMPLE.changed(model=mixture, mode=mode)
-    assert overhead_tokens(step, 2048, CARDS["H200"]) == pytest.approx(tokens, rel=0.15)
+    assert fixed_tokens(step, 2048, CARDS["H200"]).overhead == pytest.approx(tokens, rel=0.15)
     dense, _ = EXAMPLE.changed(mode=mode)
-    assert overhead_tokens(dense, 2048, CARDS["H200"]) == OVERHEAD_TOKENS
+    assert fixed_tokens(dense, 2048, CARDS["H200"]).overhead == OVERHEAD_TOKENS
 
 
 @pytest.mark.parametrize(

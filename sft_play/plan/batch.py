@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Literal
 
 from sft_play.config.sections.base import MOST_ROWS
@@ -110,10 +110,13 @@ def choose_layout(request: BatchRequest, peak_bytes: PeakBytes, budget_bytes: in
     Raises: ConfigError if the user's numbers contradict each other.
     """
     for sizes in _batch_sizes(request):
-        layouts = (_fewest_layers(request, size, peak_bytes, budget_bytes) for size in sizes)
-        fitting = [layout for layout in layouts if layout is not None]
+        fitting = []
+        for size in sizes:
+            layout = _fewest_layers(request, size, peak_bytes, budget_bytes)
+            if layout is not None:
+                fitting.append(layout)
         if fitting:
-            chosen = min(fitting, key=lambda layout: _cost(layout, request))
+            chosen = min(fitting, key=partial(_cost, request))
             return merged_layout(request, chosen, peak_bytes, budget_bytes)
     return smallest(request) if request.batch_size != "auto" else None
 
@@ -173,7 +176,7 @@ def _layer_counts(request: BatchRequest) -> list[int]:
     return [0, request.layers]
 
 
-def _cost(layout: Layout, request: BatchRequest) -> float:
+def _cost(request: BatchRequest, layout: Layout) -> float:
     """Return seconds per row, relative to no recomputation in the large-batch limit.
 
     GPU and host work in parallel, and the slower one sets the pace. A checkpointed layer has a

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
+from sft_play.config.backends import backend_of
 from sft_play.config.layers import Layer
 from sft_play.config.loader import CHOSEN, LoadedConfig, is_default
+from sft_play.config.schedules import MATRIX_OPTIMIZERS
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.plan import activations, memory, needs, placement
@@ -27,7 +29,15 @@ from sft_play.plan.inputs import (
 )
 from sft_play.plan.ranks import Ranks, choose_precision, machine_of
 from sft_play.plan.step import LONG_ROW, StepSpec
-from sft_play.plan.strategy import AskedStrategy, ChosenStrategy
+from sft_play.plan.strategy import (
+    ZERO_CONFIGS,
+    AskedStrategy,
+    ChosenStrategy,
+    refuse_shared,
+    why_not_fsdp,
+)
+
+ZERO_ORDER = ("zero2", "zero3")  # the stages that make train-deepspeed tries
 
 
 @dataclass(frozen=True)
@@ -97,9 +107,8 @@ def candidates(asked: Asked) -> Iterator[list[Candidate]]:
 def _engines(asked: Asked, loaded: LoadedConfig) -> list[Candidate]:
     """Return the engines until one fits, or all to compare, the best one first."""
     needs.require_needs(loaded, asked.hardware)
-    is_float16 = choose_precision(loaded, asked.hardware, {}).precision == "fp16"  # without a JSON
     tried: list[Candidate] = []
-    for engine in asked.strategy.engines(loaded.config, asked.ranks, is_float16, asked.compares):
+    for engine in _open_engines(asked, loaded):
         candidate = _candidate(asked, loaded, engine)
         if candidate.draft.fits and (not asked.compares or candidate.is_unbeaten):
             return [candidate]
@@ -107,6 +116,30 @@ def _engines(asked: Asked, loaded: LoadedConfig) -> list[Candidate]:
     if asked.compares:
         tried.sort(key=attrgetter("rank"), reverse=True)
     return tried
+
+
+def _open_engines(asked: Asked, loaded: LoadedConfig) -> Iterator[ChosenStrategy]:
+    """Yield the engines that settings and make target leave open, in order of preference.
+
+    `asked.compares` also includes engines that are otherwise tried only with their make target.
+    Raises: ConfigError if the requested one cannot run.
+    """
+    config, ranks, name = loaded.config, asked.ranks, asked.strategy.name
+    is_float16 = choose_precision(loaded, asked.hardware, {}).precision == "fp16"  # without a JSON
+    if name in ("fsdp", "ep"):
+        refuse_shared(asked.strategy, config, ranks, is_float16)
+        yield ChosenStrategy("ep" if name == "ep" else "fsdp")
+    elif not asked.strategy.uses_deepspeed:
+        yield ChosenStrategy("single" if ranks.world_size == 1 else "ddp")
+        if name == "auto" and ranks.world_size > 1 and not why_not_fsdp(config, is_float16):
+            yield ChosenStrategy("fsdp")
+    keeps_matrices = config.tuning.has_float8_base or config.train.optim in MATRIX_OPTIMIZERS
+    also_zero = asked.compares and backend_of(config).runs_under_deepspeed and not keeps_matrices
+    if asked.strategy.uses_deepspeed or also_zero:
+        path = asked.strategy.deepspeed_path
+        stages = ZERO_ORDER if name == "auto" else (name,)
+        for each in [path] if path else [ZERO_CONFIGS[stage] for stage in stages]:
+            yield ChosenStrategy("deepspeed", each)
 
 
 def _candidate(asked: Asked, loaded: LoadedConfig, engine: ChosenStrategy) -> Candidate:
@@ -160,11 +193,7 @@ def plan_step(inputs: PlanInputs, step: StepSpec) -> Draft:
 
     Raises: ConfigError for numbers that contradict each other.
     """
-    return _first_that_fits(_drafts(inputs, _placed(inputs, step)))
-
-
-def _first_that_fits(drafts: Iterator[Draft]) -> Draft:
-    """Return the first draft that fits, else the first one. Later ones are not computed."""
+    drafts = _drafts(inputs, _placed(inputs, step))
     first = next(drafts)
     return first if first.fits else next((draft for draft in drafts if draft.fits), first)
 
@@ -251,8 +280,8 @@ def with_layers_on_host(draft: Draft, count: int) -> Draft:
     step = replace(draft.step, offloaded_weight_layers=count)
     share = memory.offloaded_weight_bytes(step) // machine.ranks.per_node
     left = replace(machine, host_budget_bytes=max(0, machine.host_budget_bytes - share))
-    offloaded = _first_that_fits(_by_offloading(replace(draft.inputs, machine=left), step))
-    return replace(offloaded, inputs=draft.inputs)
+    inputs = draft.inputs.changed({"train.context_parallel": step.context_parallel})
+    return replace(plan_step(replace(inputs, machine=left), step), inputs=draft.inputs)
 
 
 def _placed(inputs: PlanInputs, step: StepSpec) -> StepSpec:

@@ -147,7 +147,13 @@ def parse_hardware(words: str) -> Hardware:
     if re.search("[+,&]", words):
         hint = "a plan is for GPUs of one kind: count them all as the smallest, such as 3x4090"
         raise ConfigError(f"GPUS={words}: {hint}")
-    readings = _readings(words.strip())
+    name = words.strip()  # `2x4090`, `4090x2`, `H100:4`, `RTX 4090`
+    readings = []
+    if match := re.fullmatch(r"([0-9]{1,4})\s*[xX]\s*(\S.*)", name):
+        readings.append((int(match[1]), match[2]))
+    if match := re.fullmatch(r"(.*\S)\s*[xX:]\s*([0-9]{1,4})", name):
+        readings.append((int(match[2]), match[1]))
+    readings.append((1, name))
     count, gpu = next(((count, gpu) for count, word in readings if (gpu := _gpu(word))), (0, None))
     if gpu is None:
         _refuse_others(words, readings)
@@ -171,16 +177,6 @@ def _refuse_others(words: str, readings: Sequence[tuple[int, str]]) -> None:
                 f"GPUS={words}: {gpus} are not supported. {instead}. For SFT-Play, rent an NVIDIA "
                 "GPU, such as GPUS=1xH100; `make train DEVICE=cpu` trains small models anywhere"
             )
-
-
-def _readings(words: str) -> list[tuple[int, str]]:
-    """Return the possible counts and names: `2x4090`, `4090x2`, `H100:4`, `RTX 4090`."""
-    found = []
-    if match := re.fullmatch(r"([0-9]{1,4})\s*[xX]\s*(\S.*)", words):
-        found.append((int(match[1]), match[2]))
-    if match := re.fullmatch(r"(.*\S)\s*[xX:]\s*([0-9]{1,4})", words):
-        found.append((int(match[2]), match[1]))
-    return [*found, (1, words)]
 
 
 def _gpu(word: str) -> Gpu | None:

@@ -141,12 +141,13 @@ def load_trace(config: Config, machine: Machine, environ: Mapping[str, str]) -> 
     if not backend_of(config).is_traceable:
         raise Uncounted(f"tuning.backend={config.tuning.backend} cannot be traced")
     model = config.model
+    read_trace = TypeAdapter(TracedStep).validate_python
     facts = load_facts(model.name, model.revision, environ)
     if machine.is_gpu and machine.is_half and not machine.zero_stage and has_liger():
         asked = _settings(config, machine.is_half)
         for word, trace in known_traces().get(facts.name, {}).items():
             if _settings(known_setting(facts.name, word), is_half=True) == asked:
-                return _traced_step(trace)
+                return read_trace(trace)
     request = {
         "settings": traced_settings(config, machine.is_half),
         "config": dict(facts.config),
@@ -154,19 +155,14 @@ def load_trace(config: Config, machine: Machine, environ: Mapping[str, str]) -> 
         "zero_stage": machine.zero_stage,
     }
     told = f"tracing a {config.tuning.mode} step of {model.name} without its weights, once"
-    return _traced_step(
-        cached_answer(TRACER, request, told, cache_folder(config) / "traces", environ)
-    )
+    folder = cache_folder(config) / "traces"
+    return read_trace(cached_answer(TRACER, request, told, folder, environ))
 
 
 @cache
 def known_traces() -> dict[str, dict[str, Any]]:
     """Return the traces that ship, by model and by a word of KNOWN_SETTINGS."""
     return json.loads(KNOWN_TRACES.read_text(encoding="utf-8"))
-
-
-def _traced_step(trace: object) -> TracedStep:
-    return TypeAdapter(TracedStep).validate_python(trace)
 
 
 def known_setting(name: str, word: str) -> Config:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -51,7 +52,7 @@ class Hardware:
         """Number of GPUs."""
         return len(self.gpus)
 
-    @property
+    @cached_property
     def supports_bf16(self) -> bool:
         """Whether every GPU computes in bfloat16 natively; False on a CPU."""
         return self.kind == "cuda" and all(gpu.supports_bf16 for gpu in self.gpus)

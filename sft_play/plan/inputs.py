@@ -185,6 +185,7 @@ def request_of(inputs: PlanInputs, step: StepSpec) -> BatchRequest:
     in_one_row = "attention" in step.kernels.on
     if step.traced is not None:
         in_one_row = step.traced.in_one_row
+    fixed = speed.fixed_tokens(step, row_tokens, machine.card)
     return BatchRequest(
         batch_size=train.batch_size,
         grad_accum=train.grad_accum,
@@ -203,8 +204,8 @@ def request_of(inputs: PlanInputs, step: StepSpec) -> BatchRequest:
         ),
         layers=inputs.model.layers,
         recomputes_by_layer=backend_of(inputs.config).recomputes_by_layer,
-        overhead_tokens=speed.overhead_tokens(step, row_tokens, machine.card),
-        host_tokens=speed.host_tokens(step, row_tokens, machine.card),
+        overhead_tokens=fixed.overhead,
+        host_tokens=fixed.host,
     )
 
 
@@ -222,7 +223,10 @@ def why_not_offloaded(config: Config, ranks: Ranks) -> str | None:
             ranks.strategy not in ("single", "ddp")
         ),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    for reason, holds in reasons.items():
+        if holds:
+            return reason
+    return None
 
 
 def why_not_shared(inputs: PlanInputs, step: StepSpec, count: int) -> str | None:
@@ -246,4 +250,7 @@ def why_not_shared(inputs: PlanInputs, step: StepSpec, count: int) -> str | None
             config.train.router_aux_loss_coef not in (None, "auto", 0)
         ),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    for reason, holds in reasons.items():
+        if holds:
+            return reason
+    return None

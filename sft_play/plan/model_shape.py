@@ -121,7 +121,12 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
     if any(text.get(key) is None for key in REQUIRED):
         text = _completed_by_class(config)
     read = read_typed(text, name)
-    sizes = {key: _widest(getattr(read, key)) for key in (*REQUIRED, *OPTIONAL)}
+    sizes = {}
+    for key in (*REQUIRED, *OPTIONAL):
+        size = getattr(read, key)
+        if isinstance(size, list):  # it differs between layers, as in Gemma 3n
+            size = max(size, default=None)
+        sizes[key] = size
     missing = [key for key in REQUIRED if not sizes[key]]
     if missing:
         raise EnvironmentFault(
@@ -151,11 +156,6 @@ def shape_of(config: ModelConfigJson, name: str) -> ModelShape:
         is_tied=bool(is_tied),
         in_mxfp4=isinstance(packing, Mapping) and packing.get("quant_method") == "mxfp4",
     )
-
-
-def _widest(sizes: int | list[int] | None) -> int | None:
-    """Return a size of all layers; the largest if it differs between layers, as in Gemma 3n."""
-    return max(sizes, default=None) if isinstance(sizes, list) else sizes
 
 
 def _completed_by_class(config: ModelConfigJson) -> ModelConfigJson:

@@ -47,12 +47,11 @@ def require_needs(loaded: LoadedConfig, hardware: Hardware) -> None:
             f"{_capability(gpu)}, and float8 needs 8.9 (Ada, Hopper and later); set "
             "TUNING_BASE_DTYPE=auto, or TUNING_MODE=qlora for a 4-bit base"
         )
-    _require_flash_attention(loaded, hardware)
+    if loaded.config.model.attn_implementation == "flash_attention_2":
+        _require_flash_attention(loaded, hardware)
 
 
 def _require_flash_attention(loaded: LoadedConfig, hardware: Hardware) -> None:
-    if loaded.config.model.attn_implementation != "flash_attention_2":
-        return
     asked = loaded.described("model.attn_implementation")
     needed = "FlashAttention 2 needs a GPU of capability 8.0 or newer"
     instead = "set MODEL_ATTN_IMPLEMENTATION=auto, whose kernels need no package"

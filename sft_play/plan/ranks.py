@@ -4,7 +4,7 @@ Loads no torch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -166,7 +166,7 @@ def choose_precision(
     """
     train = loaded.config.train
     wants_bf16, wants_fp16 = train.bf16, train.fp16
-    of_json = deepspeed.json_precision(raw)
+    of_json = deepspeed.json_precision(raw) if raw else None
     if of_json and wants_bf16 == wants_fp16 == "auto":
         wants_bf16, wants_fp16 = of_json == "bf16", of_json == "fp16"
     has_old_gpu = hardware.kind == "cuda" and not hardware.supports_bf16
@@ -243,17 +243,23 @@ def machine_of(
     hidden: int,
 ) -> Machine:
     """Return the ranks' hardware. `raw` is the DeepSpeed JSON; `hidden` are its features."""
-    offload, offload_weights = deepspeed.offloads(raw)
     free_bytes = hardware.ram_available_bytes // ranks.per_node
     if ranks.device == "cuda":  # the least free of its GPUs
         free_bytes = min(gpu.free_bytes for gpu in hardware.gpus[: ranks.gpus_per_node])
-    return Machine(
+    machine = Machine(
         ranks=ranks,
         precision=precision,
         budget_bytes=int(free_bytes * (1 - RESERVE)),
         gpu_names=tuple(gpu.name for gpu in hardware.gpus[: ranks.gpus_per_node]),
         gpu_count=hardware.count,
         host_budget_bytes=int(hardware.ram_available_bytes // ranks.per_node * (1 - RESERVE)),
+        offload_weights=fsdp_offload,
+    )
+    if not raw:
+        return machine
+    offload, offload_weights = deepspeed.offloads(raw)
+    return replace(
+        machine,
         zero_stage=deepspeed.zero_stage(raw),
         offload=offload,
         offload_weights=offload_weights or fsdp_offload,

@@ -212,7 +212,7 @@ def round_up(tokens: int) -> int:
 def sentences(loaded: LoadedConfig) -> tuple[str, ...]:
     """Return the settings of the recipe with their values and origins."""
     by_memory = [path for path in BY_MEMORY if loaded.origin[path].startswith(CHOSEN)]
-    return tuple(loaded.described(path) for path in (*SETTINGS, *by_memory))
+    return tuple(map(loaded.described, (*SETTINGS, *by_memory)))
 
 
 def foreign_recipe(loaded: LoadedConfig) -> list[str]:

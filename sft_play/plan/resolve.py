@@ -17,7 +17,7 @@ from sft_play.plan.inputs import Draft
 from sft_play.plan.needs import resolve_packing
 from sft_play.plan.ranks import Precision, plan_ranks, used_before
 from sft_play.plan.run_plan import DeepSpeedPlan, PlannedRun, RunPlan
-from sft_play.plan.strategy import ChosenStrategy, asked_strategy, resolved_name
+from sft_play.plan.strategy import ChosenStrategy, asked_strategy
 from sft_play.plan.warnings import shortage, warnings_of
 from sft_play.runs import stamp
 
@@ -128,11 +128,19 @@ def _resolved(
         raise ConfigError(
             f"NCCL_TIMEOUT={nccl_timeout}: write whole seconds, such as NCCL_TIMEOUT={NCCL_SECONDS}"
         )
+    engine = plan.ranks.strategy
+    zero = f"zero{plan.zero_stage}" if plan.zero_stage else "auto"
+    names = {"single": "ddp", "deepspeed": zero}  # DDP with one process is that process
+    device_map = config.model.device_map
+    if device_map == "auto":
+        device_map = "balanced"
+    if plan.ranks.gpus_per_process == 1 and not isinstance(device_map, dict):
+        device_map = None  # each process has one device
     settings: dict[str, object] = {
         "data": sources.resolved(config.data),
-        "model.device_map": strategy.resolved_map(config.model.device_map, plan.ranks),
+        "model.device_map": device_map,
         "train.fast_path": train.fast_path if plan.ranks.gpus_per_process == 1 else False,
-        "train.strategy": resolved_name(plan.ranks.strategy, plan.zero_stage),
+        "train.strategy": names.get(engine, engine),
         "train.packing": plan.packing,
         "train.activation_offloading": plan.step.offload_activations,
         "train.weight_offloading": plan.step.offloaded_weight_layers > 0,

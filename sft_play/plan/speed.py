@@ -8,6 +8,7 @@ to reach the same share of their data sheets; only H100s were measured of them
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from sft_play.plan import memory
 from sft_play.plan.cards import Card
@@ -214,27 +215,21 @@ def _flops(step: StepSpec, work: StepWork, labelled: float) -> float:
     return work.rows * step_flops(step.model, adapters, [length], labelled_tokens)
 
 
-def overhead_tokens(step: StepSpec, row_tokens: float, card: Card | None) -> float:
-    """Return the cost of each micro-batch in addition to its tokens, in tokens.
+class FixedTokens(NamedTuple):
+    """The costs of each micro-batch in addition to its tokens, in tokens."""
 
-    All experts are read, however few a token is routed to, and 4-bit ones are unpacked.
-    """
+    overhead: float  # of the GPU: all experts are read, however few a token is routed to
+    host: float  # that the GPU computes while its host launches it, or sends its weights
+
+
+def fixed_tokens(step: StepSpec, row_tokens: float, card: Card | None) -> FixedTokens:
+    """Return the fixed costs of micro-batches. Those of a host are 0 if the device is not known."""
     if card is None or not step.is_gpu or not step.is_half:
-        return OVERHEAD_TOKENS
-    seconds = _gpu_seconds(step, StepWork(1, row_tokens, 1), card)
-    return OVERHEAD_TOKENS + 2 * _reading_seconds(step, card) * row_tokens / seconds
-
-
-def host_tokens(step: StepSpec, row_tokens: int, card: Card | None) -> float:
-    """Return how many tokens a GPU computes while its host launches one micro-batch.
-
-    Also used for the time in which the host sends its weights. 0 if the device is not known.
-    """
-    if card is None or not step.is_gpu or not step.is_half:
-        return 0.0
+        return FixedTokens(OVERHEAD_TOKENS, 0.0)
     seconds = _gpu_seconds(step, StepWork(1, row_tokens, 1), card)
     waiting = max(_host_seconds(step, 0), _with_copies(step, card, 0.0, 0, 1))
-    return waiting * row_tokens / seconds
+    reading = 2 * _reading_seconds(step, card) * row_tokens / seconds
+    return FixedTokens(OVERHEAD_TOKENS + reading, waiting * row_tokens / seconds)
 
 
 def _gpu_seconds(step: StepSpec, work: StepWork, card: Card) -> float:

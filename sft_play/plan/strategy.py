@@ -3,7 +3,7 @@
 Loads no torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -15,7 +15,7 @@ from sft_play.config.invocation import Invocation
 from sft_play.config.loader import PROJECT_ROOT, LoadedConfig
 from sft_play.config.schedules import MATRIX_OPTIMIZERS
 from sft_play.config.schema import Config
-from sft_play.config.sections.model import MapRule, ModuleDevices
+from sft_play.config.sections.model import ModuleDevices
 from sft_play.errors import ConfigError
 from sft_play.plan.devices import Hardware
 from sft_play.plan.ranks import Ranks, Strategy, visible_entries
@@ -24,8 +24,6 @@ from sft_play.plan.ranks import Ranks, Strategy, visible_entries
 ZERO_CONFIGS = {
     f"zero{stage}": PROJECT_ROOT / "configs" / f"deepspeed_zero{stage}.json" for stage in (1, 2, 3)
 }
-# The stages that make train-deepspeed tries, in order
-ZERO_ORDER = ("zero2", "zero3")
 UNSHARDED = (
     "tuning.lora.use_dora",
     "tuning.lora.modules_to_save",
@@ -63,48 +61,6 @@ class AskedStrategy:
     def is_shared(self) -> bool:
         """Whether it needs several processes, and therefore uses all GPUs by default."""
         return self.name not in ("auto", "ddp")
-
-    def engines(
-        self, config: Config, ranks: Ranks, is_float16: bool, compares: bool
-    ) -> tuple[ChosenStrategy, ...]:
-        """Return the possible engines; later ones are used if the first does not fit.
-
-        `is_float16` is True if the run computes in float16. `compares` also includes engines that
-        are otherwise tried only with their make target.
-        Raises: ConfigError if the requested one cannot run.
-        """
-        if self.uses_deepspeed:
-            return self._zero_engines()
-        if self.name in ("fsdp", "ep"):
-            self._refuse_shared(config, ranks, is_float16)
-            return (ChosenStrategy("ep" if self.name == "ep" else "fsdp"),)
-        if ranks.world_size == 1:
-            return (ChosenStrategy("single"),)
-        engines = [ChosenStrategy("ddp")]
-        if self.name == "auto" and not why_not_fsdp(config, is_float16):
-            engines.append(ChosenStrategy("fsdp"))
-        keeps_matrices = config.tuning.has_float8_base or config.train.optim in MATRIX_OPTIMIZERS
-        if compares and backend_of(config).runs_under_deepspeed and not keeps_matrices:
-            engines += self._zero_engines()
-        return tuple(engines)
-
-    def _zero_engines(self) -> tuple[ChosenStrategy, ...]:
-        if self.deepspeed_path is not None:
-            return (ChosenStrategy("deepspeed", self.deepspeed_path),)
-        stages: Sequence[str] = ZERO_ORDER if self.name == "auto" else (self.name,)
-        return tuple(ChosenStrategy("deepspeed", ZERO_CONFIGS[stage]) for stage in stages)
-
-    def _refuse_shared(self, config: Config, ranks: Ranks, is_float16: bool) -> None:
-        why_not = why_not_ep if self.name == "ep" else why_not_fsdp
-        reason = why_not(config, is_float16)
-        if ranks.world_size == 1:
-            offload = "" if self.name == "ep" else " and TRAIN_FSDP_OFFLOAD=false"
-            reason = (
-                "processes share the model, and this run has one; set NUM_GPUS=2 or more (without "
-                f"a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto{offload}"
-            )
-        if reason:
-            raise ConfigError(f"{self.described}: {reason}")
 
 
 def asked_strategy(
@@ -144,13 +100,6 @@ def asked_strategy(
     return AskedStrategy(name, described, use_deepspeed or is_zero, path)
 
 
-def resolved_name(strategy: Strategy, zero_stage: int) -> str:
-    """Return the train.strategy value for a strategy; DDP with one process is that process."""
-    if strategy == "deepspeed":
-        return f"zero{zero_stage}" if zero_stage else "auto"
-    return "ddp" if strategy == "single" else strategy
-
-
 def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
     """Return why a config cannot run under FSDP and which strategy can, None if it can."""
     backend = backend_of(config)
@@ -188,6 +137,20 @@ def why_not_fsdp(config: Config, is_float16: bool = False) -> str | None:
 def unsharded(config: Config) -> list[str]:
     """Return the adapter settings for which PEFT reads full weights."""
     return [name for name in UNSHARDED if attrgetter(name)(config)]
+
+
+def refuse_shared(asked: AskedStrategy, config: Config, ranks: Ranks, is_float16: bool) -> None:
+    """Raise ConfigError if ranks cannot share a model by the requested strategy."""
+    why_not = why_not_ep if asked.name == "ep" else why_not_fsdp
+    reason = why_not(config, is_float16)
+    if ranks.world_size == 1:
+        offload = "" if asked.name == "ep" else " and TRAIN_FSDP_OFFLOAD=false"
+        reason = (
+            "processes share the model, and this run has one; set NUM_GPUS=2 or more (without "
+            f"a GPU DEVICE=cpu too), or TRAIN_STRATEGY=auto{offload}"
+        )
+    if reason:
+        raise ConfigError(f"{asked.described}: {reason}")
 
 
 def why_not_ep(config: Config, is_float16: bool = False) -> str | None:
@@ -325,14 +288,3 @@ def _refuse_devices(
                 f"{module} is put on GPU {device}, and this run sees {gpus}; write numbers below "
                 f"{gpus}, see make gpu-info (NUM_GPUS and CUDA_VISIBLE_DEVICES hide others)"
             )
-
-
-def resolved_map(
-    value: MapRule | ModuleDevices | None, ranks: Ranks
-) -> MapRule | ModuleDevices | None:
-    """Return the map for the run folder: null if each process has one device."""
-    if isinstance(value, dict):
-        return value
-    if ranks.gpus_per_process == 1:
-        return None
-    return "balanced" if value == "auto" else value

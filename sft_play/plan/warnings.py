@@ -162,8 +162,7 @@ def _map_warnings(loaded: LoadedConfig, ranks: Ranks, layers_by_gpu: tuple[int, 
 def recurrent_warnings(model: ModelShape, hardware: Hardware) -> list[str]:
     """Return the warnings about recurrent layers on the GPUs of this machine."""
     layers = model.counts.recurrent_layers
-    here = gpus_here(hardware)
-    if not layers or not here:
+    if not layers or not (here := gpus_here(hardware)):
         return []
     reason = MISSING
     if importlib.util.find_spec("fla") is not None:
