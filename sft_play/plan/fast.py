@@ -76,15 +76,24 @@ def plan_kernels(setup: FastSetup) -> FastPlan:
         return FastPlan((), {ALL_PARTS: "train.fast_path=false"})
     if setup.model_type not in LLAMA_LIKE:
         return UNKNOWN_KERNELS
+    linears = of_mlp = why_not_adapters(setup)
+    if setup.config.tuning.mode == "full":
+        linears, of_mlp = "mode full trains the weights themselves", None
+    elif not has_packed_parts(setup):
+        targets = _targets(setup)
+        if not targets & ATTENTION_LINEARS:
+            linears = "no adapters there"
+        if not targets & MLP_LINEARS:
+            of_mlp = None
     reasons = {
         "attention": _why_not_attention(setup),
-        "linears": _why_not_linears(setup),
+        "linears": linears,
         "mlp": None,
         "norms": _why_not_norms(setup),
         "loss": _why_not_loss(setup),
     }
     on = tuple(part for part, reason in reasons.items() if reason is None)
-    reasons[LINEARS_OF_MLP] = _why_not_mlp_linears(setup)
+    reasons[LINEARS_OF_MLP] = of_mlp
     return FastPlan(on, {part: reason for part, reason in reasons.items() if reason is not None})
 
 
@@ -132,22 +141,6 @@ def _why_not_attention(setup: FastSetup) -> str | None:
     if setup.is_gpu and not has_liger():
         return "liger-kernel is not installed"
     return None
-
-
-def _why_not_linears(setup: FastSetup) -> str | None:
-    tuning = setup.config.tuning
-    if tuning.mode == "full":
-        return "mode full trains the weights themselves"
-    if not has_packed_parts(setup) and not _targets(setup) & ATTENTION_LINEARS:
-        return "no adapters there"
-    return why_not_adapters(setup)
-
-
-def _why_not_mlp_linears(setup: FastSetup) -> str | None:
-    is_plain = not has_packed_parts(setup) and not _targets(setup) & MLP_LINEARS
-    if setup.config.tuning.mode == "full" or is_plain:
-        return None
-    return why_not_adapters(setup)
 
 
 def why_not_adapters(setup: FastSetup) -> str | None:

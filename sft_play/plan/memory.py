@@ -326,10 +326,21 @@ def offloaded_weight_bytes(step: StepSpec) -> int:
 
 
 def _gathered(step: StepSpec) -> int:
-    """Bytes of gathered weights on a rank, in addition to its shard, while it computes."""
-    if step.is_fsdp:
-        return _gathered_layers(step)
-    return _fetched_weights(step) if step.zero_stage == 3 else 0
+    """Bytes of gathered weights on a rank, in addition to its shard, while it computes.
+
+    Under FSDP these are the output head, which stays gathered from the forward to the backward
+    pass, and a few layers. A full run also stores the gradients of the head or of two layers, and
+    copies of them to be summed in float32.
+    """
+    if not step.is_fsdp:
+        return _fetched_weights(step) if step.zero_stage == 3 else 0
+    layer = layer_bytes(step, step.compute_bytes)
+    head = step.compute_bytes * step.model.vocab * step.model.hidden
+    weights = head + GATHERED_LAYERS * layer
+    if not step.is_full:
+        return weights
+    copies = (step.compute_bytes + 4) / step.compute_bytes
+    return int(weights + copies * max(head, 2 * layer))
 
 
 def _gathered_to_begin(step: StepSpec) -> int:
@@ -361,23 +372,6 @@ def _fetched_weights(step: StepSpec) -> int:
         in_layers = max(in_layers, min(step.fetching.live, model.block_weights) + layer)
     of_layers = layer_bytes(step, step.compute_bytes) * in_layers // layer
     return step.compute_bytes * head + of_layers + 4 * step.adapter_weights
-
-
-def _gathered_layers(step: StepSpec) -> int:
-    """Bytes that FSDP gathers in addition to its shards while it computes.
-
-    These are the output head, which stays gathered from the forward to the backward pass, and a few
-    layers. A full run also stores the gradients of the head or of two layers, and copies of them to
-    be summed in float32.
-    """
-    model = step.model
-    layer = layer_bytes(step, step.compute_bytes)
-    head = step.compute_bytes * model.vocab * model.hidden
-    weights = head + GATHERED_LAYERS * layer
-    if not step.is_full:
-        return weights
-    copies = (step.compute_bytes + 4) / step.compute_bytes
-    return int(weights + copies * max(head, 2 * layer))
 
 
 def layer_bytes(step: StepSpec, weight_bytes: int) -> int:
