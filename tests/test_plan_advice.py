@@ -41,6 +41,8 @@ SHORT = [
     ("4xH200", LLAMA_70B, EXPLICIT_70B),
     ("1x4090", LLAMA_8B, EXPLICIT_8B),
     ("8xV100-32", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),  # float16: no FSDP
+    ("2xA100-80", LLAMA_8B, ("tuning.mode=full", "train.optim=muon")),  # no DeepSpeed
+    ("2x4090", QWEN_30B_A3B, ("tuning.mode=lora", "model.max_seq_len=32768")),  # host or FSDP
 ]
 
 
@@ -133,3 +135,9 @@ def test_what_fits_needs_no_advice(gpus):
     plan = plan_of(gpus, "Qwen/Qwen2.5-7B-Instruct", "tuning.mode=qlora")
     assert plan.fits
     assert plan.changes == ()
+
+
+def test_advice_leaves_out_gpus_that_a_step_has_no_rows_for():
+    settings = ("tuning.mode=full", "train.effective_batch_size=4")
+    plan = plan_of("8xH200", LLAMA_70B, *settings, distributed=False)
+    assert plan.changes and not any("NUM_GPUS" in change.words for change in plan.changes)

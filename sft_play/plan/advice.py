@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
-from sft_play.config import deepspeed
+from sft_play.config import deepspeed, rules
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import env_name
+from sft_play.errors import ConfigError
 from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.candidates import plan_step
 from sft_play.plan.inputs import (
@@ -19,8 +20,8 @@ from sft_play.plan.inputs import (
     why_not_offloaded,
     why_not_shared,
 )
-from sft_play.plan.memory import GIB, host_bytes, offloaded_weight_bytes
-from sft_play.plan.needs import may_be_float8
+from sft_play.plan.memory import GIB, offloaded_weight_bytes
+from sft_play.plan.needs import may_be_float8, refuse_combinations
 from sft_play.plan.ranks import Machine, Strategy
 from sft_play.plan.step import LONG_ROW
 from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp
@@ -93,8 +94,15 @@ def _rank(change: Advised) -> tuple[bool, float]:
     return bool(change.costs), -(change.relative_speed or 0.0)
 
 
-def _draft(inputs: PlanInputs) -> Draft:
-    return plan_step(inputs, rank_step(inputs))
+def _draft(inputs: PlanInputs) -> Draft | None:
+    """Return the step of other settings or ranks, None if they contradict each other."""
+    if rules.broken(inputs.config, str):
+        return None
+    try:
+        refuse_combinations(inputs, str)
+        return plan_step(inputs, rank_step(inputs))
+    except ConfigError:
+        return None
 
 
 def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None) -> Advised | None:
@@ -102,13 +110,15 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None)
     for option in options:
         inputs = option.applied(inputs)
     machine = inputs.machine
-    if inputs.config.tuning.has_float8_base and machine.ranks.strategy == "deepspeed":
-        return None
     is_float16 = machine.precision == "fp16"
     if machine.ranks.strategy == "fsdp" and why_not_fsdp(inputs.config, is_float16):
         return None
     draft = _draft(inputs)
-    if not draft.fits or sum(draft.host_bytes.values()) > machine.host_budget_bytes:
+    if (
+        draft is None
+        or not draft.fits
+        or sum(draft.host_bytes.values()) > machine.host_budget_bytes
+    ):
         return None
     layout = draft.layout
     batch = f"TRAIN_BATCH_SIZE={layout.batch_size} TRAIN_GRAD_ACCUM={layout.grad_accum}"
@@ -195,10 +205,9 @@ def _engine_options(inputs: PlanInputs) -> Iterator[Option]:
             words = f"make train-distributed{number} TRAIN_STRATEGY=fsdp{no_map}"
             yield Option(words, "engine", machine=fsdp)
         offloading = replace(fsdp, offload_weights=True)
-        offloaded = replace(inputs, machine=offloading)
-        draft = draft_of(offloaded, rank_step(offloaded))
-        on_host = host_bytes(draft.step, draft.layout)
-        if not machine.offload_weights and on_host <= offloading.host_budget_bytes:
+        draft = _draft(replace(inputs, machine=offloading))
+        has_room = draft and draft.host_bytes["train.fsdp_offload"] <= offloading.host_budget_bytes
+        if has_room and not machine.offload_weights:
             named = " TRAIN_STRATEGY=fsdp" * (train.strategy not in ("auto", "fsdp"))
             words = f"make train-distributed{number} TRAIN_FSDP_OFFLOAD=true{named}{no_map}"
             yield Option(words, "engine", machine=offloading)
@@ -238,7 +247,8 @@ def _context_options(inputs: PlanInputs) -> Iterator[Option]:
         shared = option.applied(inputs)
         is_more = count > inputs.config.train.context_parallel
         is_possible = is_more and why_not_shared(shared, rank_step(shared), count) is None
-        if is_possible and _draft(shared).fits:
+        draft = _draft(shared) if is_possible else None
+        if draft and draft.fits:
             yield option
             return
 

@@ -9,10 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from sft_play.config.backends import backend_of
 from sft_play.config.layers import Layer
 from sft_play.config.loader import CHOSEN, LoadedConfig, is_default
-from sft_play.config.schedules import MATRIX_OPTIMIZERS
 from sft_play.config.yaml_source import Located
 from sft_play.errors import ConfigError
 from sft_play.plan import activations, memory, needs, placement
@@ -105,11 +103,19 @@ def candidates(asked: Asked) -> Iterator[list[Candidate]]:
 
 
 def _engines(asked: Asked, loaded: LoadedConfig) -> list[Candidate]:
-    """Return the engines until one fits, or all to compare, the best one first."""
+    """Return the engines until one fits, or all to compare, the best one first.
+
+    Raises: ConfigError if the first engine cannot run these settings.
+    """
     needs.require_needs(loaded, asked.hardware)
     tried: list[Candidate] = []
     for engine in _open_engines(asked, loaded):
-        candidate = _candidate(asked, loaded, engine)
+        try:
+            candidate = _candidate(asked, loaded, engine)
+        except ConfigError:
+            if not tried:
+                raise
+            continue  # the settings exclude an engine that nobody requested
         if candidate.draft.fits and (not asked.compares or candidate.is_unbeaten):
             return [candidate]
         tried.append(candidate)
@@ -133,9 +139,7 @@ def _open_engines(asked: Asked, loaded: LoadedConfig) -> Iterator[ChosenStrategy
         yield ChosenStrategy("single" if ranks.world_size == 1 else "ddp")
         if name == "auto" and ranks.world_size > 1 and not why_not_fsdp(config, is_float16):
             yield ChosenStrategy("fsdp")
-    keeps_matrices = config.tuning.has_float8_base or config.train.optim in MATRIX_OPTIMIZERS
-    also_zero = asked.compares and backend_of(config).runs_under_deepspeed and not keeps_matrices
-    if asked.strategy.uses_deepspeed or also_zero:
+    if asked.strategy.uses_deepspeed or asked.compares:
         path = asked.strategy.deepspeed_path
         stages = ZERO_ORDER if name == "auto" else (name,)
         for each in [path] if path else [ZERO_CONFIGS[stage] for stage in stages]:
@@ -153,7 +157,7 @@ def _candidate(asked: Asked, loaded: LoadedConfig, engine: ChosenStrategy) -> Ca
     machine = machine_of(hardware, ranks, precision, raw, config.train.fsdp_offload, model.hidden)
     is_set = loaded.is_set("train.effective_batch_size")
     inputs = PlanInputs(config, is_set, machine, model, asked.environ, asked.is_exact)
-    needs.refuse_combinations(loaded, inputs)
+    needs.refuse_combinations(inputs, loaded.described)
     step = rank_step(inputs)
     needs.refuse_step(loaded, inputs, step)
     return Candidate(loaded, engine, plan_step(inputs, step), warnings)

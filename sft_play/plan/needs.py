@@ -5,6 +5,7 @@ Loads no torch.
 
 import difflib
 import importlib.util
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -103,16 +104,17 @@ def may_be_float8(config: Config, card: Card | None) -> bool:
 OFFLOADED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
-def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
+def refuse_combinations(inputs: PlanInputs, described: Callable[[str], str]) -> None:
     """Raise ConfigError for settings that contradict each other on these ranks."""
-    config, machine = loaded.config, inputs.machine
+    config, machine = inputs.config, inputs.machine
     why_not = why_not_offloaded(config, machine.ranks)
     if config.train.weight_offloading is True and why_not is not None:
-        described = loaded.described("train.weight_offloading")
-        raise ConfigError(f"{described}: {why_not}, or TRAIN_WEIGHT_OFFLOADING=false")
+        raise ConfigError(
+            f"{described('train.weight_offloading')}: {why_not}, or TRAIN_WEIGHT_OFFLOADING=false"
+        )
     if machine.offload and config.train.optim not in OFFLOADED_OPTIMIZERS:
         raise ConfigError(
-            f"{loaded.described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW "
+            f"{described('train.optim')}: with offload_optimizer DeepSpeed computes AdamW "
             "on the CPU; set TRAIN_OPTIM=adamw_torch, or delete offload_optimizer from the "
             "DeepSpeed JSON"
         )
@@ -125,19 +127,19 @@ def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     is_deepspeed = machine.ranks.strategy == "deepspeed"
     if is_deepspeed and config.train.optim in MATRIX_OPTIMIZERS:
         raise ConfigError(
-            f"{loaded.described('train.optim')}: it steps matrices, and DeepSpeed cuts flat "
+            f"{described('train.optim')}: it steps matrices, and DeepSpeed cuts flat "
             "lists of weights; set TRAIN_OPTIM=adamw_torch_fused, or use make train-distributed "
             "TRAIN_STRATEGY=ddp"
         )
     if is_deepspeed and config.tuning.trains_encoders:
         raise ConfigError(
-            f"{loaded.described('tuning.encoders')}: ZeRO reduces gradients in the order in which "
+            f"{described('tuning.encoders')}: ZeRO reduces gradients in the order in which "
             "they are computed, and a rank without an image in a batch has another; "
             "set TRAIN_STRATEGY=ddp, or TUNING_ENCODERS=frozen"
         )
     if is_deepspeed and config.tuning.has_float8_base:
         raise ConfigError(
-            f"{loaded.described('tuning.base_dtype')}: DeepSpeed converts all weights to one type; "
+            f"{described('tuning.base_dtype')}: DeepSpeed converts all weights to one type; "
             "train with make train-distributed (TRAIN_STRATEGY=ddp, or fsdp to divide the base), "
             "or set TUNING_BASE_DTYPE=auto"
         )
@@ -146,7 +148,7 @@ def refuse_combinations(loaded: LoadedConfig, inputs: PlanInputs) -> None:
     whole = unsharded(config)
     if machine.zero_stage == 3 and config.tuning.mode != "full" and whole:
         raise ConfigError(
-            f"{', '.join(map(loaded.described, whole))}: PEFT "
+            f"{', '.join(map(described, whole))}: PEFT "
             "reads complete weights for it, which ZeRO-3 shards over the GPUs; train with "
             "make train-distributed TRAIN_STRATEGY=zero2, or delete the setting"
         )
