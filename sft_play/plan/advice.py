@@ -10,9 +10,8 @@ from sft_play.config.backends import backend_of
 from sft_play.config.schema import env_name
 from sft_play.errors import ConfigError
 from sft_play.plan.activations import offloaded_bytes
-from sft_play.plan.candidates import plan_step
+from sft_play.plan.candidates import SHARING_RANKS, plan_step
 from sft_play.plan.inputs import (
-    SHARING_RANKS,
     Draft,
     PlanInputs,
     draft_of,

@@ -18,7 +18,6 @@ from sft_play.plan.batch import SATURATED_TOKENS
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.devices import Hardware
 from sft_play.plan.inputs import (
-    SHARING_RANKS,
     Draft,
     PlanInputs,
     draft_of,
@@ -36,11 +35,12 @@ from sft_play.plan.strategy import (
 )
 
 ZERO_ORDER = ("zero2", "zero3")  # the stages that make train-deepspeed tries
+SHARING_RANKS = (1, 2, 4, 8)  # numbers of ranks that may share a row
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a plan has to decide within: the settings, the ranks and the machine."""
+    """What a command asks of a plan. The search decides what settings and strategy leave open."""
 
     loaded: LoadedConfig
     strategy: AskedStrategy
@@ -72,7 +72,7 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """By which candidates are compared: whether it fits, and how fast it is."""
+        """Whether it fits, and how fast it is: the larger, the better."""
         return self.draft.fits, self.draft.tokens_per_second() or 0.0
 
 

@@ -27,7 +27,6 @@ from sft_play.plan.step import Adapters, Layout, StepSpec
 from sft_play.plan.traced import TracedStep
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SHARING_RANKS = (1, 2, 4, 8)  # numbers of ranks that may share a row
 
 
 @dataclass(frozen=True)
