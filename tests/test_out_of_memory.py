@@ -110,6 +110,12 @@ def test_the_setting_that_gives_way_is_that_of_the_phase(planned, phase, changes
     assert smaller_settings(run.config, run.plan, phase) == expected
 
 
+def test_adapters_that_need_16_bits_are_not_answered_with_4(planned):
+    run, _ = planned
+    config = run.config.changed({"tuning.lora.init_lora_weights": "orthogonal"})
+    assert smaller_settings(config, run.plan, "load") == {}
+
+
 def test_the_next_command_keeps_every_setting_and_the_effective_batch(planned):
     run, folder = planned
     config, plan, path = run.config, run.plan, folder.path

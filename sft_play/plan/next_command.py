@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sft_play.config.backends import backend_of
 from sft_play.config.layers import displayed
+from sft_play.config.rules import broken
 from sft_play.config.schema import Config, env_name
 from sft_play.config.targets import READS
 from sft_play.errors import OutOfMemory
@@ -159,9 +160,10 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
     depends_on_rows = is_micro_batch or phase == "evaluation"
     if depends_on_rows and config.model.max_seq_len > 1:
         return {"model.max_seq_len": config.model.max_seq_len // 2}
-    if config.tuning.mode == "lora":  # bytes that do not depend on the rows
-        unquantized = {"tuning.base_dtype": "auto"} if config.tuning.has_float8_base else {}
-        return {"tuning.mode": "qlora", **unquantized}
+    unquantized = {"tuning.base_dtype": "auto"} if config.tuning.has_float8_base else {}
+    quantized = {"tuning.mode": "qlora", **unquantized}
+    if config.tuning.mode == "lora" and not broken(config.changed(quantized), str):
+        return quantized  # bytes that do not depend on the rows
     return {}
 
 
