@@ -180,7 +180,8 @@ def _smaller_adapters(candidate: Candidate) -> Iterator[Layer]:
         none = Located("none", f"{CHOSEN}adapters on experts do not fit")
         fewer.append({"tuning.lora.experts": none})
     weight_bytes = memory.base_weight_bytes(step, step.weight_bytes)
-    if weight_bytes < machine.budget_bytes * machine.ranks.world_size:
+    has_room = weight_bytes < machine.budget_bytes * machine.ranks.world_size
+    if has_room or draft.inputs.may_offload_weights:
         yield from fewer
     is_open = is_default(loaded.origin["tuning.mode"]) and config.tuning.mode == "lora"
     if is_open and step.model.in_mxfp4:
