@@ -109,10 +109,10 @@ class _TrainerCall:
         mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
         tree, parents = getattr(kwargs.get(DOCUMENTS), "tree", None), None
         if tree is not None:
-            reason = why_no_trees(model, self.kernels)
-            if reason is not None or self.head is None:
-                raise ValueError(f"this model takes no trees: {reason or 'its loss is not fused'}")
-            parents = torch.from_numpy(lay_out(tree.branches).parents)
+            no_loss = None if self.head else "its loss is not fused"
+            if reason := why_no_trees(model, self.kernels) or no_loss:
+                raise ValueError(f"this model takes no trees: {reason}")
+            parents = torch.from_numpy(lay_out(tree.branches).parents).to(model.device)
         if mask is None and self.kernels.reads_boundaries:
             kwargs.setdefault(DOCUMENTS, _documents(**kwargs))
         elif mask is not None and (mask.dim() != 2 or (mask.diff() > 0).any()):
@@ -122,8 +122,6 @@ class _TrainerCall:
         # the last: TRL's own head
         if self.head is not None and labels is not None and "fused_lm_head" not in kwargs:
             del kwargs["labels"]
-            if parents is not None:
-                parents = parents.to(labels.device)
             self.head.tokens = labelled(labels, parents=parents)
             self.total = kwargs.pop("num_items_in_batch", None)
             if self.total is None:

@@ -50,12 +50,7 @@ Choices = list[Tensor]  # the indices that each topk chose, e.g. the experts of 
 # of all rows of the original result. Float32: sums in another order. 16 bits: fused code rounds
 # less often than the code that it replaces. Each rounding moves a row by up to half of 2^-7
 # (bfloat16) or 2^-10 (float16). Gradients pass through about ten roundings.
-TOLERANCES = {
-    torch.float64: 1e-9,
-    torch.float32: 1e-4,
-    torch.float16: 2e-2,
-    torch.bfloat16: 1e-1,
-}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # How far fused code may be from float32 if the original in 16 bits exceeds the tolerances above, as
 # a multiple of the original's error: two ways to round have errors of similar, not equal, size.
 MAX_ROUNDING = 1.5

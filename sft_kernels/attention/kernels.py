@@ -46,11 +46,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Scoring, Documents], Tensor]
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scoring: Scoring,
-    documents: Documents | None = None,
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, documents: Documents | None = None
 ) -> Tensor:
     """Return attention (B, T, H, V), causal within each document.
 

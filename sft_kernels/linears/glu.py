@@ -125,14 +125,7 @@ def argument_and_slope(g, is_gelu: tl.constexpr):
 
 @triton.jit
 def _forward_kernel(
-    gate,
-    up,
-    h,
-    gate_stride,
-    up_stride,
-    features,
-    is_gelu: tl.constexpr,
-    block: tl.constexpr,
+    gate, up, h, gate_stride, up_stride, features, is_gelu: tl.constexpr, block: tl.constexpr
 ):
     row = program_number()
     columns = tl.program_id(1) * block + tl.arange(0, block)

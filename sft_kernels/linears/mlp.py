@@ -161,10 +161,7 @@ def mlp_forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
         own = partial(type(self).forward, self)
         return tiles.without_gradients(own, hidden_states) if is_long else own(hidden_states)
     fused = partial(
-        lora_mlp,
-        inner=self.inner_linears,
-        down=self.down_linear,
-        activation=self.fused_activation,
+        lora_mlp, inner=self.inner_linears, down=self.down_linear, activation=self.fused_activation
     )
     if is_long and self.is_tiled and hidden_states.requires_grad:
         return tiles.in_tiles(fused, hidden_states, self)

@@ -8,7 +8,7 @@ after a proof that the results are the same.
 A mixer of transformers calls a few functions by name: a causal convolution and a scan. `rebound`
 returns a copy of its forward method in which these names refer to the functions below. They start
 each document of a packed batch with an empty state. On a GPU they call the kernels of
-flash-linear-attention, which accept the boundaries; elsewhere they call the mixer's original functions.
+flash-linear-attention, which accept the boundaries; elsewhere they call the original functions.
 
 Legend: B rows, T tokens per row or in the flattened rows, N documents, C channels, W width of a
 convolution, H heads, G groups of heads, P features per head, S per state.
@@ -81,11 +81,7 @@ def rebound(forward: Callable) -> Callable | None:
     for name in known:
         replaced[name] = KERNELS[name](function.__globals__[name])
     copied = FunctionType(
-        function.__code__,
-        replaced,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
+        function.__code__, replaced, function.__name__, function.__defaults__, function.__closure__
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
@@ -267,8 +263,9 @@ def _in_groups(own: Kernel, names: tuple[str, ...], dim: int) -> Kernel:
         outputs: list[Tensor] = []
         for tokens in indices.groups(batch).tokens:
             for name, value in flat.items():
-                if value is not None:
-                    call.arguments[name] = _rows_of_documents(value, tokens, dim)
+                if value is not None:  # to a document per row
+                    rows = value.index_select(dim, tokens.flatten()).unflatten(dim, tokens.shape)
+                    call.arguments[name] = rows.squeeze(0).movedim(dim - 1, 0)
             output = own(*call.args, **call.kwargs)
             mixed = output[0] if isinstance(output, tuple) else output
             outputs.append(mixed.movedim(0, dim - 1).flatten(dim - 1, dim))
@@ -277,12 +274,6 @@ def _in_groups(own: Kernel, names: tuple[str, ...], dim: int) -> Kernel:
         return (mixed, None) if isinstance(output, tuple) else mixed
 
     return scan
-
-
-def _rows_of_documents(value: Tensor, tokens: Tensor, dim: int) -> Tensor:
-    """Return one document per row, from one row of T tokens; `tokens` (documents, width)."""
-    rows = value.index_select(dim, tokens.flatten()).unflatten(dim, tokens.shape)
-    return rows.squeeze(0).movedim(dim - 1, 0)
 
 
 # The names of the kernels that the mixers of transformers call

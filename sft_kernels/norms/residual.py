@@ -117,11 +117,7 @@ class LayerRoles:
 
 
 def layer_forward(
-    self: nn.Module,
-    hidden_states: Tensor,
-    *args: Any,
-    is_checkpointed: bool = False,
-    **kwargs: Any,
+    self: nn.Module, hidden_states: Tensor, *args: Any, is_checkpointed: bool = False, **kwargs: Any
 ) -> Tensor:
     """Forward method of a pre-norm decoder layer: fused in training, else the one of its class.
 
@@ -203,12 +199,7 @@ class ReferenceNorms:
 
     @staticmethod
     def backward(
-        dy: Tensor,
-        ds: Tensor,
-        s: Tensor,
-        weight: Tensor,
-        inverse_rms: Tensor,
-        kind: NormKind,
+        dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse_rms: Tensor, kind: NormKind
     ) -> Tensor:
         """Return dx (..., H)."""
         n = s.float() * inverse_rms
@@ -317,12 +308,7 @@ class TritonNorms:
 
     @staticmethod
     def backward(
-        dy: Tensor,
-        ds: Tensor,
-        s: Tensor,
-        weight: Tensor,
-        inverse: Tensor,
-        kind: NormKind,
+        dy: Tensor, ds: Tensor, s: Tensor, weight: Tensor, inverse: Tensor, kind: NormKind
     ) -> Tensor:
         """Return dx (..., H)."""
         dx = torch.empty_like(s)

@@ -195,11 +195,7 @@ def end_with_command(environ: Mapping[str, str]) -> None:
 
 
 def run_on_each(
-    command: str,
-    call: Call,
-    run: RunFolder,
-    count: int,
-    look: Callable[[], None] = lambda: None,
+    command: str, call: Call, run: RunFolder, count: int, look: Callable[[], None] = lambda: None
 ) -> None:
     """Run `count` processes of a command to their end; `look` is called meanwhile.
 

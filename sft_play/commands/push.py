@@ -74,10 +74,7 @@ def push(call: Call) -> list[str]:
                 "resumes the upload"
             ) from None
     kind = "public" if is_public else "private"
-    return [
-        *change.lines(),
-        f"pushed {folder} to {found} ({kind}, commit {commit[:12]})",
-    ]
+    return [*change.lines(), f"pushed {folder} to {found} ({kind}, commit {commit[:12]})"]
 
 
 @dataclass(frozen=True)

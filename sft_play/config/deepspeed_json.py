@@ -270,8 +270,7 @@ def _zero_problems(raw: DeepSpeedJson) -> Iterator[Problem]:
     for key in (GATHER, f"{ZERO}.{OLD_GATHER_NAME}"):
         if stage == 3 and value_at(raw, key) is False:
             yield Problem(
-                key,
-                "=false would save one process's part of the weights; write true, or delete it",
+                key, "=false would save one process's part of the weights; write true, or delete it"
             )
     yield from _old_switch_problems(raw)
     yield from _offload_problems(raw, OFFLOAD_OPTIMIZER, lowest_stage=1)

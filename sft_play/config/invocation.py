@@ -62,10 +62,7 @@ class Invocation:
         "Hardware to plan for instead of this machine's, such as 2xH200, 4x4090, 8xA100-80 or "
         "1x24GiB.",
     )
-    exact: bool = _variable(
-        False,
-        "1: make plan traces the real model, without its weights.",
-    )
+    exact: bool = _variable(False, "1: make plan traces the real model, without its weights.")
 
 
 def read_invocation(environ: Mapping[str, str]) -> Invocation:

@@ -165,9 +165,7 @@ class OtherRows:
 
 
 def assemble_other_rows(
-    config: Config,
-    sources: tuple[TokenizedSource, ...],
-    trained: tuple[TokenizedSource, ...],
+    config: Config, sources: tuple[TokenizedSource, ...], trained: tuple[TokenizedSource, ...]
 ) -> OtherRows:
     """Return test rows for a finished run; `trained` are its training rows, () if missing.
 

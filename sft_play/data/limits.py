@@ -54,10 +54,7 @@ def limited_resources(seconds: float, grown_bytes: int) -> Iterator[None]:
 
 
 def find_excess(
-    call: Callable[[], object],
-    seconds: float,
-    grown_bytes: int,
-    title: str = "",
+    call: Callable[[], object], seconds: float, grown_bytes: int, title: str = ""
 ) -> str | None:
     """Return the limit that a call exceeds in a fork of this process, None if it exceeds none.
 

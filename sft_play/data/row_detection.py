@@ -187,7 +187,7 @@ def _by_position(records: Records, keys: Sequence[str]) -> Iterator[Columns]:
     Other columns may have single words, or numbers, if these two have several words.
     """
     names = [key for key in keys if PLAIN_NAME.fullmatch(key)]  # else perhaps a first row
-    for is_text in (lambda text: " " in text, _is_no_number):
+    for is_text in (lambda text: " " in text, lambda text: any(map(str.isalpha, text))):
         texts = [key for key in names if 2 * sum(map(is_text, _texts(records, key))) > len(records)]
         if len(texts) == 2:
             yield {"question": texts[0], "answer": texts[1]}
@@ -195,10 +195,6 @@ def _by_position(records: Records, keys: Sequence[str]) -> Iterator[Columns]:
 
 def _texts(records: Records, key: str) -> Iterator[str]:
     return (str(record.get(key) or "").strip() for record in records)
-
-
-def _is_no_number(text: str) -> bool:
-    return any(character.isalpha() for character in text)
 
 
 class Leaf(NamedTuple):

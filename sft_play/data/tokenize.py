@@ -136,11 +136,7 @@ def _count_unread(tokenized: Sequence[TokenizedSource], found: Sequence[Source])
 
 
 def _get_store(
-    source: Source,
-    root: Path,
-    key: str,
-    build: Callable[[Path], None],
-    check: Callable[[], None],
+    source: Source, root: Path, key: str, build: Callable[[Path], None], check: Callable[[], None]
 ) -> Path:
     """Return the folder of a source's samples with the current images.
 
@@ -165,12 +161,7 @@ def image_folders(source: Source) -> list[str]:
 
 
 def build_store(
-    source: Source,
-    config: Config,
-    tokenizer: Any,
-    tally: Tally,
-    group_by: str | None,
-    folder: Path,
+    source: Source, config: Config, tokenizer: Any, tally: Tally, group_by: str | None, folder: Path
 ) -> None:
     """Fill a store folder with a source's samples; `tally` counts what was read so far.
 

@@ -100,12 +100,7 @@ Samples = list[RenderedSample]
 class TrainingTextBuilder:
     """Builds training texts with one tokenizer's template and stop tokens."""
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        train_on: TrainOn = "all",
-        reasoning: Reasoning = "keep",
-    ):
+    def __init__(self, tokenizer: Any, train_on: TrainOn = "all", reasoning: Reasoning = "keep"):
         self._reasoning: Reasoning = reasoning
         self._use(ChatTemplate(tokenizer))
         self._train_on = train_on

@@ -206,10 +206,7 @@ def load_and_join(trained: TrainedModel, place: FanOutPlace | None) -> TrainedMo
     if place is None:
         return trained
     torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{place.port}",
-        rank=place.number,
-        world_size=place.of,
+        "gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.number, world_size=place.of
     )
     process = replace(
         trained.process, rank=place.number, local_rank=place.number, world_size=place.of

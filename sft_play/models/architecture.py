@@ -64,10 +64,7 @@ def auto_class_of(config: PretrainedConfig) -> type:
 
 
 def empty_model(
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-    **options: Any,
+    config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False, **options: Any
 ) -> PreTrainedModel:
     """Return the model that a config describes, on the meta device."""
     with torch.device("meta"):

@@ -212,8 +212,7 @@ def _chosen_linears(model: PreTrainedModel, lora: LoraSection) -> list[str]:
     refused = _without_effect(model)
     if refused:
         logger.info(
-            "adapters: none on %s: they would have no effect or no gradient",
-            _last_words(refused),
+            "adapters: none on %s: they would have no effect or no gradient", _last_words(refused)
         )
     left_out = refused | routing_linears(model)
     head = model.get_output_embeddings()

@@ -92,10 +92,7 @@ def _as_tuple(eos: int | list[int] | None) -> tuple[int, ...]:
 
 
 def write_stops(
-    folder: Path,
-    stops: list[int],
-    tokenizer: PreTrainedTokenizerBase,
-    model: PreTrainedModel,
+    folder: Path, stops: list[int], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> None:
     """Write tokenizer and generation_config.json with `stops`, the trained one first.
 

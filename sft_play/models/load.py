@@ -221,10 +221,7 @@ def _finish_loading(model: PreTrainedModel, config: Config) -> None:
 
 
 def _reading(
-    config: Config,
-    process: Process,
-    found: StoredAs | None,
-    places: WeightPlaces,
+    config: Config, process: Process, found: StoredAs | None, places: WeightPlaces
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context in which weights are quantized or sharded as they are read."""
     if config.tuning.mode == "qlora":

@@ -1,6 +1,5 @@
 """Add LoRA adapters through PEFT, over frozen base weights."""
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -175,7 +174,7 @@ def _train_modules_in_float32(model: PeftModel) -> None:
             trained.to(torch.float32)
             if dtype != torch.float32:
                 trained.register_forward_pre_hook(_cast_input)
-                trained.register_forward_hook(functools.partial(_cast_output, dtype))
+                trained.register_forward_hook(lambda *call, dtype=dtype: call[-1].to(dtype))
 
 
 def _cast_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -184,10 +183,3 @@ def _cast_input(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ..
     if x.is_floating_point():
         x = x.to(next(module.parameters()).dtype)
     return (x, *others)
-
-
-def _cast_output(
-    dtype: torch.dtype, module: nn.Module, args: tuple[Tensor, ...], output: Tensor
-) -> Tensor:
-    """Cast the output to the dtype of the surrounding model."""
-    return output.to(dtype)

@@ -97,9 +97,7 @@ def _divide(
     policy = MixedPrecisionPolicy()
     if trains_weights and process.compute_dtype != torch.float32:
         policy = MixedPrecisionPolicy(
-            param_dtype=process.compute_dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
+            param_dtype=process.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     layers = outermost_layers(model)
     # Encoders are not sharded, and are a small part: ranks without an image do not run them, so
@@ -168,10 +166,7 @@ def has_rows_alone(weight: Tensor) -> bool:
 
 
 def shard_quantized(
-    model: PreTrainedModel,
-    process: Process,
-    offloads: bool,
-    check: Callable[[nn.Module], None],
+    model: PreTrainedModel, process: Process, offloads: bool, check: Callable[[nn.Module], None]
 ) -> None:
     """Shard a quantized model below adapters, of which this rank has stored only its rows so far.
 

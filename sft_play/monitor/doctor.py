@@ -41,10 +41,7 @@ SECRET_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 
 
 def examine(
-    project_root: Path,
-    output_dir: Path,
-    environ: Mapping[str, str],
-    num_gpus: int | None = None,
+    project_root: Path, output_dir: Path, environ: Mapping[str, str], num_gpus: int | None = None
 ) -> list[Finding]:
     """Return every finding about this host.
 

@@ -7,13 +7,12 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
 
 from sft_play.plan.devices import GIB
 from sft_play.progress import duration, short_number
 from sft_play.reporting.bootstrap import recorded_scores
+from sft_play.reporting.charts import averaged
 from sft_play.reporting.run_facts import RunFacts
 from sft_play.runs.files import Json
 from sft_play.runs.folder import list_runs
@@ -198,7 +197,7 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
     4.000 ┤█▅▁▁
     0.000 ┤████
     """
-    columns = _columns(values, width)
+    columns = averaged(values, width)
     low, high = min(columns), max(columns)
     # a value at the bottom still shows: its column has an eighth
     span = (high - low) or 1.0
@@ -209,13 +208,6 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
         cells = [EIGHTHS[min(8, max(0, level - 8 * row))] for level in levels]
         lines.append(f"{labels.get(row, ''):>8} ┤{''.join(cells)}")
     return lines
-
-
-def _columns(values: Sequence[float], width: int) -> list[float]:
-    """Return at most `width` values: each the mean of about equally many neighbors."""
-    count = min(width, len(values))
-    edges = [column * len(values) // count for column in range(count + 1)]
-    return [fmean(values[start:end]) for start, end in pairwise(edges)]
 
 
 def run_table(output_dir: Path) -> list[str]:

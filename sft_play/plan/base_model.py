@@ -23,11 +23,7 @@ FILES = ("auto_mappings.py", "configuration_auto.py", "modeling_auto.py")
 # A statement that fills a table, and a row of it
 TABLE = re.compile(r"^(\w+)_MAPPING_NAMES\b(.*?)(?=^\w|\Z)", re.MULTILINE | re.DOTALL)
 ROW = re.compile(r'"([^"]+)"[,:]\s*"([^"]+)"')
-GENERATING = (
-    "MODEL_FOR_CAUSAL_LM",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT",
-    "MODEL_FOR_MULTIMODAL_LM",
-)
+GENERATING = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM")
 
 
 @cache

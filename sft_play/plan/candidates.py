@@ -17,13 +17,7 @@ from sft_play.plan import activations, memory, needs, placement
 from sft_play.plan.batch import SATURATED_TOKENS
 from sft_play.plan.counting import load_counted_shape
 from sft_play.plan.devices import Hardware
-from sft_play.plan.inputs import (
-    Draft,
-    PlanInputs,
-    draft_of,
-    rank_step,
-    why_not_shared,
-)
+from sft_play.plan.inputs import Draft, PlanInputs, draft_of, rank_step, why_not_shared
 from sft_play.plan.ranks import Ranks, choose_precision, machine_of
 from sft_play.plan.step import LONG_ROW, StepSpec
 from sft_play.plan.strategy import (
@@ -174,7 +168,8 @@ def _smaller_adapters(candidate: Candidate) -> Iterator[Layer]:
     is_given = config.model.adapter or config.train.resume_from or config.tuning.backend != "bnb"
     if is_given or lora.experts != "auto" or not step.has_adapted_experts:
         return
-    shared = Located("shared", f"{CHOSEN}one for each expert does not fit")
+    needed = f"needs {draft.peak_bytes / memory.GIB:.0f} GiB on each GPU"
+    shared = Located("shared", f"{CHOSEN}one for each expert {needed}")
     fewer = [{"tuning.lora.experts": shared}]
     if lora.target_modules == "all-linear":
         none = Located("none", f"{CHOSEN}adapters on experts do not fit")
@@ -185,8 +180,7 @@ def _smaller_adapters(candidate: Candidate) -> Iterator[Layer]:
         yield from fewer
     is_open = is_default(loaded.origin["tuning.mode"]) and config.tuning.mode == "lora"
     if is_open and step.model.in_mxfp4:
-        needed = f"{draft.peak_bytes / memory.GIB:.0f} GiB on each GPU"
-        reason = f"lora needs {needed}; experts stay in MXFP4, as published, others become NF4"
+        reason = f"lora {needed}; experts stay in MXFP4, as published, others become NF4"
         mode = {"tuning.mode": Located("qlora", f"{CHOSEN}{reason}")}
         yield from (mode | settings for settings in ({}, *fewer))
 

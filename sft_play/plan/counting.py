@@ -200,11 +200,7 @@ def _resolved_name(name: str) -> str:
 
 
 def cached_answer(
-    module: str,
-    request: Mapping[str, object],
-    told: str,
-    folder: Path,
-    environ: Mapping[str, str],
+    module: str, request: Mapping[str, object], told: str, folder: Path, environ: Mapping[str, str]
 ) -> Any:
     """Return the result of `module.answer` for a request, from the cache if it is there.
 

@@ -14,13 +14,7 @@ from sft_play.errors import ConfigError
 from sft_play.plan import activations, batch, memory, speed
 from sft_play.plan.batch import BatchRequest
 from sft_play.plan.counting import Uncounted, load_trace
-from sft_play.plan.fast import (
-    UNKNOWN_KERNELS,
-    FastSetup,
-    fuses_loss,
-    is_fast,
-    plan_kernels,
-)
+from sft_play.plan.fast import UNKNOWN_KERNELS, FastSetup, fuses_loss, is_fast, plan_kernels
 from sft_play.plan.model_shape import LLAMA_LIKE, ModelShape
 from sft_play.plan.ranks import Machine, Ranks
 from sft_play.plan.step import Adapters, Layout, StepSpec

@@ -9,20 +9,11 @@ from functools import cached_property
 from typing import Self
 
 from sft_play.errors import EnvironmentFault
-from sft_play.plan.config_json import (
-    ModelConfigJson,
-    is_composite,
-    read_typed,
-    text_part,
-)
+from sft_play.plan.config_json import ModelConfigJson, is_composite, read_typed, text_part
 from sft_play.plan.structure import LayerKind, MatrixKind, Structure
 
 REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-OPTIONAL = (
-    "intermediate_size",
-    "num_key_value_heads",
-    "head_dim",
-)
+OPTIONAL = ("intermediate_size", "num_key_value_heads", "head_dim")
 READ = (*REQUIRED, *OPTIONAL, "tie_word_embeddings", "model_type")
 # Architectures like Llama, for which the sizes in config.json are the structure
 LLAMA_LIKE = frozenset(

@@ -171,11 +171,7 @@ def _divided(config: Config) -> dict[str, object]:
     """Return the settings that shard a model across GPUs."""
     backend = {"tuning.backend": "bnb"}
     is_zero = why_not_fsdp(config.changed(backend)) is not None
-    return {
-        **backend,
-        "train.grad_accum": "auto",
-        "train.strategy": "zero3" if is_zero else "fsdp",
-    }
+    return {**backend, "train.grad_accum": "auto", "train.strategy": "zero3" if is_zero else "fsdp"}
 
 
 def _halved(plan: RunPlan) -> dict[str, object]:

@@ -10,13 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from sft_play.config.layers import displayed
-from sft_play.config.loader import (
-    CHOSEN,
-    DEFAULT,
-    SHIPPED_MODEL,
-    LoadedConfig,
-    is_shipped_model,
-)
+from sft_play.config.loader import CHOSEN, DEFAULT, SHIPPED_MODEL, LoadedConfig, is_shipped_model
 from sft_play.config.schedules import LION, MATRIX_OPTIMIZERS
 from sft_play.config.schema import Config
 from sft_play.config.yaml_source import Located

@@ -209,12 +209,7 @@ def _command(label: str, words: Iterable[str]) -> list[str]:
     return rows
 
 
-ENCODERS = {
-    "frozen": "frozen",
-    "drop": "dropped",
-    "lora": "with adapters",
-    "full": "trained",
-}
+ENCODERS = {"frozen": "frozen", "drop": "dropped", "lora": "with adapters", "full": "trained"}
 
 
 def describe_encoders(planned: PlannedRun) -> str:

@@ -55,10 +55,7 @@ def resolve_plan(
 
 
 def fastest(
-    loaded: LoadedConfig,
-    invocation: Invocation,
-    hardware: Hardware,
-    environ: Mapping[str, str],
+    loaded: LoadedConfig, invocation: Invocation, hardware: Hardware, environ: Mapping[str, str]
 ) -> PlannedRun:
     """Return the plan of the fastest strategy that fits on all GPUs, unless one is requested.
 

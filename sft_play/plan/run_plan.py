@@ -13,12 +13,7 @@ from sft_play.config.schema import Config
 from sft_play.errors import EnvironmentFault
 from sft_play.plan import cards
 from sft_play.plan.advice import Advised
-from sft_play.plan.batch import (
-    BatchRequest,
-    LongestRows,
-    longest_rows,
-    merged_layout,
-)
+from sft_play.plan.batch import BatchRequest, LongestRows, longest_rows, merged_layout
 from sft_play.plan.launch import Launch
 from sft_play.plan.memory import StepBytes, evaluation_rows, peak_bytes, step_bytes
 from sft_play.plan.probe_fit import ProbeReport

@@ -166,11 +166,7 @@ class Speed:
 
 
 def predict(
-    step: StepSpec,
-    layout: Layout,
-    card: Card | None,
-    nodes: int = 1,
-    work: StepWork | None = None,
+    step: StepSpec, layout: Layout, card: Card | None, nodes: int = 1, work: StepWork | None = None
 ) -> Speed | None:
     """Return the speed of a step; None on a CPU, on an unknown card, and in float32.
 

@@ -100,11 +100,11 @@ def line_chart(title: str, series: Sequence[Series]) -> Chart | None:
 
     A series keeps its color if another one has no points.
     """
-    lines = [
-        Series(one.name, thinned(one.points), number)
-        for number, one in enumerate(series)
-        if one.points
-    ]
+    lines = []
+    for number, one in enumerate(series):
+        if one.points:
+            columns = (averaged(values, MAX_POINTS) for values in zip(*one.points, strict=True))
+            lines.append(Series(one.name, [*zip(*columns, strict=True)], number))
     if not lines:
         return None
     points = [point for line in lines for point in line.points]
@@ -163,11 +163,11 @@ def histogram(title: str, lengths: LengthHistogram) -> Chart | None:
     return Chart(title, description, "tokens", x_axis, y_axis, bars=bars)
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
-    """Return at most MAX_POINTS points: each the mean of equally many neighbors."""
-    size = math.ceil(len(points) / MAX_POINTS)
-    groups = (points[start : start + size] for start in range(0, len(points), max(1, size)))
-    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
+def averaged(values: Sequence[float], count: int) -> list[float]:
+    """Return at most `count` values: each the mean of about equally many neighbors."""
+    count = min(count, len(values))
+    edges = [number * len(values) // count for number in range(count + 1)]
+    return [fmean(values[start:end]) for start, end in pairwise(edges)]
 
 
 def tick_label(value: float, step: float) -> str:

@@ -36,12 +36,7 @@ WEIGHTS = ("adapter", "model")  # folders of trained weights
 TIME_IN_NAME = re.compile(r"-[0-9]{8}-[0-9]{6}(-[0-9]+)?$")
 
 # Ends after which the newest checkpoint continues, once what they name is mended
-GOES_ON = (
-    ExitClass.UNEXPECTED,
-    ExitClass.ENVIRONMENT,
-    ExitClass.DISK_FULL,
-    ExitClass.PEER_LOST,
-)
+GOES_ON = (ExitClass.UNEXPECTED, ExitClass.ENVIRONMENT, ExitClass.DISK_FULL, ExitClass.PEER_LOST)
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun, which accelerate starts, too, reads causes
 
 

@@ -231,11 +231,7 @@ def refuse_other_steps(
 
 
 def check_resumable(
-    checkpoint: Path,
-    saved: stamp.Stamp,
-    strategy: str,
-    world_size: int,
-    is_elastic: bool = False,
+    checkpoint: Path, saved: stamp.Stamp, strategy: str, world_size: int, is_elastic: bool = False
 ) -> None:
     """Raise CheckpointError unless this run can load the checkpoint's optimizer.
 

@@ -126,11 +126,7 @@ def check_context(
 
 
 def measure_cross_document(
-    model: nn.Module,
-    collator: PackCollator,
-    vocabulary: int,
-    device: torch.device,
-    shared: int = 0,
+    model: nn.Module, collator: PackCollator, vocabulary: int, device: torch.device, shared: int = 0
 ) -> CrossDocumentEffect:
     """Return how much the documents of a batch affect each other, without dropout.
 

@@ -68,9 +68,7 @@ def join_group(plan: RunPlan, timeout: timedelta) -> None:
     if plan.ranks.device == "cuda" and plan.step.offloads_training:
         backend = "cuda:nccl,cpu:gloo"  # the gradient norm is summed in host memory
     state = PartialState(
-        cpu=plan.ranks.device == "cpu" and not uses_deepspeed,
-        backend=backend,
-        timeout=timeout,
+        cpu=plan.ranks.device == "cpu" and not uses_deepspeed, backend=backend, timeout=timeout
     )
     if plan.ranks.device == "cpu":
         # accelerate sets cpu:0, which torch does not consider equal to a CPU tensor's device.

@@ -201,10 +201,7 @@ def load_for_training(
 
 
 def before_first_step(
-    context: RunContext,
-    loop: TrainingLoop,
-    held_out: HeldOutEvaluation,
-    recorder: RunRecorder,
+    context: RunContext, loop: TrainingLoop, held_out: HeldOutEvaluation, recorder: RunRecorder
 ) -> None:
     """Check the model, and score the test rows."""
     by_rank = context.memory.of_ranks()

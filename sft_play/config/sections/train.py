@@ -79,8 +79,7 @@ class TrainSection(Section):
         "first of W steps has 1/W of the learning rate.",
     )
     weight_decay: NonNegativeFloat = Field(
-        0.0,
-        description="Weight decay, decoupled for AdamW; norms and biases are excluded.",
+        0.0, description="Weight decay, decoupled for AdamW; norms and biases are excluded."
     )
     max_grad_norm: NonNegativeFloat = Field(
         1.0, description="Gradients are clipped to this global L2 norm; 0 does not clip."
@@ -222,8 +221,7 @@ class TrainSection(Section):
         None, description="Size of DDP's gradient buckets in MiB; null is torch's 25."
     )
     ddp_timeout: PositiveInt | None = Field(
-        None,
-        description="Seconds a collective may take; null is NCCL_TIMEOUT if set, else 1800.",
+        None, description="Seconds a collective may take; null is NCCL_TIMEOUT if set, else 1800."
     )
     rendezvous_timeout: PositiveInt = Field(
         900,
@@ -245,12 +243,10 @@ class TrainSection(Section):
         description="Put batches in pinned memory for copies to the GPU; auto is on with a GPU.",
     )
     predict_with_generate: bool = Field(
-        True,
-        description="Let evaluations also generate answers and score them by ROUGE-L.",
+        True, description="Let evaluations also generate answers and score them by ROUGE-L."
     )
     generation_num_beams: PositiveInt = Field(
-        1,
-        description="Beams of generation, in evaluations, infer and chat; 1 is greedy.",
+        1, description="Beams of generation, in evaluations, infer and chat; 1 is greedy."
     )
     generation_max_new_tokens: PositiveInt | Auto = Field(
         "auto",
