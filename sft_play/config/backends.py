@@ -40,30 +40,30 @@ class PackingSupport:
     length_reason: str = ""  # why longer sequences are not packed
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What one value of tuning.backend needs and can do."""
+    """What one value of tuning.backend needs and can do; the defaults are those of bnb."""
 
     name: str
     title: str  # as messages to the user spell it
     default_config: str  # of configs/, for `make train-NAME` without CONFIG
     requirements: str  # the file with the pins of its packages
     install_command: str
-    package: str | None  # the package to check for, besides those that every run needs
-    needs_gpu: bool
-    min_capability: tuple[int, int]  # of a GPU, (0, 0) if any will do
-    computes_in_float32: bool
-    runs_under_deepspeed: bool
-    runs_under_fsdp: bool
-    takes_device_map: bool  # one model over the GPUs of one process
-    recomputes_by_layer: bool  # activation checkpointing of any number of layers; else all or none
-    is_traceable: bool  # by `make plan EXACT=1`
-    supports_probe: bool  # train.probe=auto measures a step before training
-    has_own_kernels: bool  # its own fused kernels, whatever train.fast_path is
-    patches_transformers: bool  # when imported, so it must be imported before transformers
-    lora_options: frozenset[str]  # settings of tuning.lora beyond those that every backend has
-    has_embedding_noise: bool  # train.neftune_noise_alpha
-    stretches_as_told: bool  # model.rope_scaling
+    package: str | None = None  # the package to check for, besides those that every run needs
+    needs_gpu: bool = False
+    min_capability: tuple[int, int] = (0, 0)  # of a GPU, (0, 0) if any will do
+    computes_in_float32: bool = True
+    runs_under_deepspeed: bool = True
+    runs_under_fsdp: bool = True
+    takes_device_map: bool = True  # one model over the GPUs of one process
+    recomputes_by_layer: bool = True  # checkpoints any number of layers; else all or none
+    is_traceable: bool = True  # by `make plan EXACT=1`
+    supports_probe: bool = True  # train.probe=auto measures a step before training
+    has_own_kernels: bool = False  # its own fused kernels, whatever train.fast_path is
+    patches_transformers: bool = False  # when imported, so it must be imported before transformers
+    lora_options: frozenset[str] = LORA_OPTIONS  # that it has
+    has_embedding_noise: bool = True  # train.neftune_noise_alpha
+    stretches_as_told: bool = True  # model.rope_scaling
     packing: PackingSupport
 
 
@@ -73,21 +73,6 @@ BNB = Backend(
     default_config="run_bnb",
     requirements="requirements.txt",
     install_command="make install",
-    package=None,
-    needs_gpu=False,
-    min_capability=(0, 0),
-    computes_in_float32=True,
-    runs_under_deepspeed=True,
-    runs_under_fsdp=True,
-    takes_device_map=True,
-    recomputes_by_layer=True,
-    is_traceable=True,
-    supports_probe=True,
-    has_own_kernels=False,
-    patches_transformers=False,
-    lora_options=LORA_OPTIONS,
-    has_embedding_noise=True,
-    stretches_as_told=True,
     packing=PackingSupport(frozenset({"lora", "qlora", "full"}), except_types=BNB_NEVER_PACKED),
 )
 UNSLOTH = Backend(
