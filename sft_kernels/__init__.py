@@ -4,8 +4,7 @@
     sft_kernels.undo(model)
 
 `fuse` comes after PEFT's adapters are added; any trainer trains the model. `float8` stores the
-weights under adapters in float8, and `documents` names the documents of a packed row. Modules
-without torch can be imported without it.
+weights under adapters in float8, and `documents` names the documents of a packed row.
 
 Each part of a model has a package: `attention`, `experts`, `linears`, `loss`, `mixers` and `norms`;
 `e4m3` stores base weights. An `install_` function in each finds the modules of its part and sets

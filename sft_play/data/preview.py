@@ -94,8 +94,9 @@ def preview_sequences(
     def document(index: int) -> PreviewDocument:
         sample = data.train[index]
         cut = cut_note(int(data.train.records["cut"][index]), config.data.too_long)
-        notes = cut, weight_note(sample), branch_note(int(data.train.shared[index]), index)
-        note = "; ".join(filter(None, notes)) or None
+        shared = int(data.train.shared[index])
+        beginning = f"its first {shared:,} tokens are those of sample {index}, too" * (shared > 0)
+        note = "; ".join(filter(None, (cut, weight_note(sample), beginning))) or None
         return PreviewDocument(data.train.origin(index), find_spans(sample), note)
 
     sequences = [
@@ -146,11 +147,6 @@ def cut_note(cut_tokens: int, too_long: str) -> str | None:
     if too_long == "truncate_left":
         where = "before this text were cut off"
     return f"{cut_tokens:,} tokens {where} (data.too_long={too_long})"
-
-
-def branch_note(shared: int, index: int) -> str | None:
-    """Return how much a sample shares with the one before it; None if nothing."""
-    return f"its first {shared:,} tokens are those of sample {index}, too" if shared else None
 
 
 def weight_note(sample: Sample) -> str | None:
