@@ -117,8 +117,9 @@ class _TrainerCall:
             kwargs.setdefault(DOCUMENTS, _documents(**kwargs))
         elif mask is not None and (mask.dim() != 2 or (mask.diff() > 0).any()):
             # not padded on the right: with positions, the attention of the model reads the mask
-            positions = torch.arange(mask.shape[-1], device=mask.device)
-            kwargs.setdefault("position_ids", positions[None])
+            kwargs.setdefault(
+                "position_ids", torch.arange(mask.shape[-1], device=mask.device)[None]
+            )
         # the last: TRL's own head
         if self.head is not None and labels is not None and "fused_lm_head" not in kwargs:
             del kwargs["labels"]
@@ -132,11 +133,10 @@ class _TrainerCall:
         """Return the output with the loss and without logits, if the head has computed it."""
         if self.total is not None:
             loss = self.head.nll.reshape(()) / self.total
-            if isinstance(output, tuple):  # return_dict=False
-                output = (loss, None, *output[1:])
-            else:
-                output["loss"], output["logits"] = loss, None
             self.total = self.head.tokens = self.head.nll = None
+            if isinstance(output, tuple):  # return_dict=False
+                return (loss, None, *output[1:])
+            output["loss"], output["logits"] = loss, None
         return output
 
 
@@ -169,5 +169,5 @@ def _documents(
         if position_ids is None or position_ids.shape[:-1] != (1,):
             return None
         starts = (position_ids[0] == 0).nonzero()[:, 0]
-        boundaries = torch.cat((starts, starts.new_tensor([position_ids.shape[1]])))
+        boundaries = nn.functional.pad(starts, (0, 1), value=position_ids.shape[1])
     return Documents(boundaries.int(), int(boundaries.diff().max()))
