@@ -391,9 +391,15 @@ def trainer_of(
     return loop_of(model, args, process, samples, collator_of(packed), order, tokenizer)
 
 
+CALLED_ALIKE = """
+    learning_rate fp16 save_total_limit lr_scheduler_type warmup_steps weight_decay max_grad_norm
+    dataloader_pin_memory
+"""
+
+
 def config_of(args: TrainingArguments) -> Config:
     """Return the settings that transformers' arguments say."""
-    train = {name: getattr(args, name) for name in "learning_rate fp16 save_total_limit".split()}
+    train = {name: getattr(args, name) for name in CALLED_ALIKE.split()}
     train |= {
         "epochs": args.num_train_epochs,
         "max_steps": args.max_steps if args.max_steps > 0 else None,
@@ -427,7 +433,7 @@ def loop_of(
         guard=StepGuard(process),
         gradients=GradientWatch(process),
         loss_watch=LossWatch(model.config.vocab_size, args.learning_rate),
-        events=Events(engine),
+        events=Events(engine, order),
         stamp=facts(),
     )
 

@@ -40,6 +40,7 @@ class StopsAfterTwo(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **values):
         self.state, self.control = state, control
+        assert "TrainerControl" in state.stateful_callbacks
         control.note = "of the callback"
 
     def on_step_end(self, args, state, control, **values):
@@ -113,10 +114,18 @@ def test_transformers_reads_the_state_of_a_checkpoint(plan_run, build_loop):
     assert TrainerControl.from_state(state.stateful_callbacks["TrainerControl"]).should_save
 
 
-def test_one_module_of_the_loop_knows_the_types_of_transformers_state():
+@pytest.mark.parametrize(
+    "name, modules",
+    [
+        ("TrainerState", {"events"}),
+        ("TrainerControl", {"events"}),
+        ("TrainerCallback", {"events", "observers", "trackers"}),
+        ("TrainingArguments", {"arguments", "build", "engine"}),
+    ],
+)
+def test_few_modules_of_the_loop_know_the_types_of_transformers_trainer(name, modules):
     folder = Path(events.__file__).parent
-    knowing = [path.name for path in folder.glob("*.py") if "TrainerState" in names_in(path)]
-    assert knowing == ["events.py"]
+    assert {path.stem for path in folder.glob("*.py") if name in names_in(path)} == modules
 
 
 def names_in(path: Path) -> set[str]:

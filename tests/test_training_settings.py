@@ -154,8 +154,8 @@ def test_nothing_is_reported_to_others(arguments_of):
 
 
 def test_worker_processes_and_pinned_memory_reach_the_data_loader(plan_run, build_loop):
-    trainer, _ = build_loop(plan_run({"train.dataloader_num_workers": 2}))
-    trainer.engine.args.dataloader_pin_memory = True  # as where there is a GPU
+    settings = {"train.dataloader_num_workers": 2, "train.dataloader_pin_memory": True}
+    trainer, _ = build_loop(plan_run(settings))
     loader = trainer.create_loader()
     assert (loader.num_workers, loader.pin_memory, loader.persistent_workers) == (2, True, True)
     plain = build_loop(plan_run({}))[0].create_loader()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 from sft_play.config.schedules import count_steps, options_of
 from sft_play.config.schema import Config
@@ -115,11 +115,8 @@ def workload(config: Config, plan: RunPlan, counted: Counted) -> Workload:
     )
 
 
-def schedule_warning(train: Any, steps: int) -> str | None:
-    """Return a warning about a schedule that does not fit its run, None if it fits.
-
-    `train` is the section, or the arguments of transformers.
-    """
+def schedule_warning(train: TrainSection, steps: int) -> str | None:
+    """Return a warning about a schedule that does not fit its run, None if it fits."""
     if train.warmup_steps > max(1, steps) and train.lr_scheduler_type != "constant":
         return (
             f"train.warmup_steps={train.warmup_steps:g} of {steps} steps: the run ends at "

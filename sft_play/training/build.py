@@ -56,7 +56,7 @@ def build_loop(
         EmbeddingNoise(config.train.neftune_noise_alpha).attach(model)
     refuse_divided(config.train, model)
     process = context.process
-    set_seed(arguments.seed)
+    set_seed(config.train.seed)
     speed = EvalSpeedCallback(process)
     flops = peak_flops(context.plan)
     flops_of = None  # FLOPs predict no speed
@@ -67,7 +67,7 @@ def build_loop(
     units = data.units(layout.tree_tokens)
     order = StepSampler(units.lengths, layout, config.epoch_seed, units.row_ends)
     engine = Engine(model, arguments, process, config, tokenizer)
-    events = Events(engine)
+    events = Events(engine, order)
     events.add(speed)
     metric = metric_of(config.train)
     if config.train.early_stopping_patience is not None:
@@ -82,7 +82,7 @@ def build_loop(
         step_log=step_log,
         guard=step_guard(context, order, data, units),
         gradients=GradientWatch(process, config.train.on_untrained),
-        loss_watch=LossWatch(model.config.get_text_config().vocab_size, arguments.learning_rate),
+        loss_watch=LossWatch(model.config.get_text_config().vocab_size, config.train.learning_rate),
         events=events,
         stamp=run_stamp,
         best_metric=metric,

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from sft_kernels.process import Process
 from sft_play.progress import Stage, say, watched_stage
@@ -20,12 +20,11 @@ from sft_play.training.state import Control, State
 logger = logging.getLogger(__name__)
 
 
-class EvalSpeedCallback(TrainerCallback):
+class EvalSpeedCallback:
     """Puts the model in evaluation mode for each evaluation, and counts the seconds.
 
     During an evaluation the key-value cache is on; activation checkpointing and dropout are off.
-    All of it is restored afterwards, also after an error. transformers has no event before an
-    evaluation, hence a context manager.
+    All of it is restored afterwards, also after an error.
     """
 
     def __init__(self, process: Process | None = None) -> None:
@@ -64,11 +63,11 @@ class EvalSpeedCallback(TrainerCallback):
             self._trained_seconds += seconds
             self._evaluations += 1
 
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
+    def on_step_begin(self, *_: Any) -> None:
         if self._began is None:
             self._began = time.perf_counter()
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, *_: Any) -> None:
         """Log how much of the training time the evaluations needed."""
         if self.process.is_main and self._evaluations:
             count, seconds = self._evaluations, self._trained_seconds

@@ -73,7 +73,7 @@ def save_checkpoint(
             events.write_state(staged / TRAINER_STATE)
     if process.is_main:
         best = best_step(state.log_history, best_metric)
-        checkpoints.rotate(target.parent, engine.args.save_total_limit, best)
+        checkpoints.rotate(target.parent, engine.settings.save_total_limit, best)
     process.gather(None)  # no rank continues before the checkpoint can be resumed
     return target
 

@@ -28,13 +28,12 @@ from transformers import (
     get_scheduler,
 )
 from transformers.integrations import deepspeed_init
-from transformers.trainer_utils import SchedulerType
 
 from sft_kernels.expert_modules import ranks_of_experts
 from sft_kernels.loss.head import read_loss_last
 from sft_kernels.process import Process
 from sft_kernels.sharded import is_sharded
-from sft_play.config.schedules import options_of
+from sft_play.config.schedules import count_steps, options_of
 from sft_play.config.schema import Config
 from sft_play.models import expert_parallel
 from sft_play.models.adapter_state import part_of
@@ -71,6 +70,7 @@ class Engine:
         self.process = process
         self.tokenizer = tokenizer
         self.config = config
+        self.settings = config.train
         self.accelerator = create_accelerator(args)
         self.wrapped: Any = model
         self.optimizer: Any = None
@@ -85,7 +85,7 @@ class Engine:
 
     def prepare(self, steps: int) -> None:
         """Wrap the model, and create the optimizer and a schedule of `steps` steps."""
-        self.args.lr_scheduler_kwargs = options_of(self.args, steps)
+        self.args.lr_scheduler_kwargs = options_of(self.settings, steps)  # trackers show them
         if self.is_deepspeed:
             self.optimizer, self.lr_scheduler = deepspeed_init(self, num_training_steps=steps)
         self.create_optimizer()
@@ -103,9 +103,9 @@ class Engine:
             self.wrapped, self.optimizer = accelerator.prepare(self.model, self.optimizer)
         read_loss_last(self.model)
         self.create_scheduler(steps)
-        if self.args.lr_scheduler_type != SchedulerType.CONSTANT:
-            start_warm_up(self.lr_scheduler, self.args.get_warmup_steps(steps))
-        warning = schedule_warning(self.args, steps)
+        if self.settings.lr_scheduler_type != "constant":
+            start_warm_up(self.lr_scheduler, count_steps(self.settings.warmup_steps, steps))
+        warning = schedule_warning(self.settings, steps)
         if warning is not None:
             logger.warning("warning: %s", warning)
 
@@ -119,9 +119,9 @@ class Engine:
         """Return the schedule, which is created at the first call."""
         if self.lr_scheduler is None:
             self.lr_scheduler = get_scheduler(
-                self.args.lr_scheduler_type,
+                self.settings.lr_scheduler_type,
                 optimizer=optimizer or self.optimizer,
-                num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+                num_warmup_steps=count_steps(self.settings.warmup_steps, num_training_steps),
                 num_training_steps=num_training_steps,
                 scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
             )
@@ -152,7 +152,7 @@ class Engine:
 
     def clip_gradients(self) -> Tensor | float:
         """Clip the gradients to train.max_grad_norm; return their norm before that."""
-        most = self.args.max_grad_norm or math.inf
+        most = self.settings.max_grad_norm or math.inf
         if self.shares_experts:
             return expert_parallel.clip_gradients(self._trained(), most)
         norm = self.accelerator.clip_grad_norm_(self._trained(), most)
@@ -167,7 +167,7 @@ class Engine:
 
         A step that the loss scaler of fp16 skips does not count.
         """
-        if not (self.args.fp16 and self.accelerator.optimizer_step_was_skipped):
+        if not (self.settings.fp16 and self.accelerator.optimizer_step_was_skipped):
             self.lr_scheduler.step()
         for parameter in self._trained():
             parameter.grad = None
@@ -213,7 +213,7 @@ def create_optimizer(model: PreTrainedModel, args: TrainingArguments, config: Co
     if config.train.optim == "muon":  # which transformers lacks; these are AdamW's settings
         kind, settings = Muon, {**settings, "matrices": hidden_matrices(model)}
     groups = [
-        {"params": with_decay, "weight_decay": args.weight_decay},
+        {"params": with_decay, "weight_decay": config.train.weight_decay},
         {"params": without, "weight_decay": 0.0},
     ]
     optimizer = kind(groups, **settings)
@@ -222,7 +222,7 @@ def create_optimizer(model: PreTrainedModel, args: TrainingArguments, config: Co
     if config.tuning.lora.loraplus_lr_ratio is not None:
         raise_learning_rate_of_b(optimizer, model, config.tuning.lora.loraplus_lr_ratio)
     if config.tuning.encoders_learning_rate is not None:
-        factor = config.tuning.encoders_learning_rate / args.learning_rate
+        factor = config.tuning.encoders_learning_rate / config.train.learning_rate
         set_group_rate(optimizer, set(map(id, trained_encoder_weights(model))), factor)
     return optimizer
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from sft_play.data.order import StepSampler
 from sft_play.evaluation.scores import GenerationScores, Question
 from sft_play.runs.metrics import GpuSample, SampleAnswer
 from sft_play.training.engine import Engine
@@ -52,8 +53,9 @@ class Events:
     `metrics`. A TrainerCallback gets what transformers' Trainer would pass.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: Engine, order: StepSampler):
         self.engine = engine
+        self.order = order
         self.callbacks: list[Any] = []
         self.state = State()
         self.control = Control()
@@ -64,6 +66,7 @@ class Events:
 
     def start(self, state: State, loader: DataLoader) -> None:
         """Report this state and this loader from now on."""
+        state.stateful_callbacks.setdefault(TrainerControl.__name__, self._trainer_control.state())
         self.state = state
         self.loader = loader
 
@@ -105,14 +108,16 @@ class Events:
         vars(self.control).update(vars(returned or control))
 
     def _convert_state(self) -> None:
-        """Copy state and control to transformers' objects."""
-        args, process = self.engine.args, self.engine.process
+        """Copy layout, state and control to transformers' objects."""
+        args, process, layout = self.engine.args, self.engine.process, self.order.layout
+        args.gradient_accumulation_steps = layout.micro_batches
+        args.per_device_train_batch_size = layout.batch_size
         vars(self._trainer_control).update(vars(self.control))
         vars(self._trainer_state).update(
             vars(self.state),
             eval_steps=args.eval_steps or TrainerState.eval_steps,
             save_steps=args.save_steps,
-            train_batch_size=args.per_device_train_batch_size,
+            train_batch_size=layout.batch_size,
             is_local_process_zero=process.local_rank == 0,
             is_world_process_zero=process.is_main,
         )

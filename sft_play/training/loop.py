@@ -29,6 +29,7 @@ from sft_play.evaluation.evaluator import EvaluationStopped, Evaluator, Scores
 from sft_play.runs import stamp
 from sft_play.runs.checkpoints import TRAINER_STATE
 from sft_play.runs.files import read_json
+from sft_play.training.arguments import LOGGING_STEPS
 from sft_play.training.batches import StepLoss, collate_for_step
 from sft_play.training.best import LossWatch
 from sft_play.training.checkpoints import (
@@ -156,9 +157,9 @@ class TrainingLoop:
             self.loss_watch.replay(state.log_history)
         state.max_steps = steps
         state.num_train_epochs = math.ceil(steps / self.steps_per_epoch)
-        state.logging_steps = self.engine.args.logging_steps
+        state.logging_steps = train.logging_steps
         if train.logging_steps == "auto":
-            state.logging_steps = min(state.logging_steps, max(1, steps // LEAST_LOGS))
+            state.logging_steps = min(LOGGING_STEPS, max(1, steps // LEAST_LOGS))
         self.events.start(state, self.loader)
 
     def create_loader(self) -> DataLoader:
@@ -169,7 +170,7 @@ class TrainingLoop:
             batch_sampler=self.order,
             collate_fn=functools.partial(collate_for_step, self.collator, part=part),
             num_workers=train.loader_processes,
-            pin_memory=self.engine.args.dataloader_pin_memory,
+            pin_memory=train.dataloader_pin_memory,
             persistent_workers=train.loader_processes > 0,
             worker_init_fn=stops.leave_to_parent,
         )

@@ -303,8 +303,6 @@ def split_steps(loop: TrainingLoop, layout: Layout) -> None:
     assert not loop.engine.is_deepspeed, "DeepSpeed's engine has its batch built in"
     assert layout.rows_per_step == loop.order.layout.rows_per_step, "the steps would differ"
     loop.order.layout = layout
-    loop.engine.args.gradient_accumulation_steps = layout.micro_batches
-    loop.engine.args.per_device_train_batch_size = layout.batch_size  # saved in checkpoints
 
 
 def _note_padding(probe: Probe, layout: Layout) -> dict[str, int]:

@@ -5,7 +5,6 @@ import math
 from dataclasses import replace
 
 from torch import nn
-from transformers import TrainingArguments
 
 from sft_kernels.install import fused_kernels_of, why_no_trees
 from sft_play.data.assemble import RunData
@@ -22,7 +21,6 @@ logger = logging.getLogger(__name__)
 
 def share_or_separate(
     context: RunContext,
-    arguments: TrainingArguments,
     model: nn.Module,
     data: RunData,
     recorder: RunRecorder,
@@ -45,8 +43,6 @@ def share_or_separate(
     planned, packed, padding = counted_run(planned, data)
     context.planned = packed if planned.plan.packing else planned
     recorder.update(padding=vars(padding))
-    arguments.gradient_accumulation_steps = context.plan.layout.micro_batches
-    arguments.per_device_train_batch_size = context.plan.layout.batch_size
 
 
 def _why_separate(context: RunContext, model: nn.Module) -> str | None:

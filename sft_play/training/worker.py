@@ -114,7 +114,7 @@ def train_steps(context: RunContext, recorder: RunRecorder, stop: StopOnSignal) 
     recorder.lap("load")
     if context.plan.layout.tree_tokens is not None:
         with recorder.check("a beginning is shared only if branches do not see each other"):
-            share_or_separate(context, arguments, model, data, recorder)
+            share_or_separate(context, model, data, recorder)
 
     loop = build_loop(
         context, arguments, tokenizer, data, model, run_stamp, observers.gpus.mean_since_log
