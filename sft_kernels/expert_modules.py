@@ -10,6 +10,7 @@ from typing import Any
 
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 
 def ranks_of_experts(model: nn.Module) -> int:
@@ -23,7 +24,7 @@ def packed_weight(module: nn.Module, name: str) -> nn.Parameter | None:
 
     It is bitsandbytes' Params4bit; its `quant_state.shape` is (experts, out, in) or transposed.
     """
-    if "parametrizations" not in module._modules or name not in module.parametrizations:
+    if not is_parametrized(module, name):
         return None
     original = module.parametrizations[name].original
     return original if hasattr(original, "quant_state") else None

@@ -146,7 +146,7 @@ def _computes_gated_mlp(module: nn.Module, roles: GatedMlp) -> bool:
 @real_numbers()
 def norm_kind_of(module: nn.Module) -> NormKind | None:
     """Return how an RMSNorm computes; None if a module is not an RMSNorm of a known kind."""
-    names = [name for name, parameter in module._parameters.items() if parameter is not None]
+    names = [name for name, _ in module.named_parameters(recurse=False)]
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if names != ["weight"] or module._modules or not isinstance(eps, float):
         return None
@@ -290,7 +290,7 @@ def _computes_attention(module: nn.Module, kind: AttentionKind, size: int) -> bo
     It runs on given queries, keys and values of magnitude `size`, with tables for full heads.
     """
     width = module.head_dim
-    if "qkv_proj" in module._modules:
+    if hasattr(module, "qkv_proj"):
         keys = module.num_key_value_heads * width
         queries = module.qkv_proj.out_features - 2 * keys
     else:
@@ -309,7 +309,7 @@ def _computes_attention(module: nn.Module, kind: AttentionKind, size: int) -> bo
         "q_norm": Stub(lambda x: functional.normalize(x, dim=-1)),
         "k_norm": Stub(lambda x: functional.normalize(x.sin(), dim=-1)),
     }
-    present = {name: stub for name, stub in stubs.items() if name in module._modules}
+    present = {name: stubs[name] for name, _ in module.named_children() if name in stubs}
     inputs = {"position_embeddings": positions, "attention_mask": None}
     result = own_result(module, present, hidden_states=numbers(1, ATTENDED, 4), **inputs)
     if kind.norms_all_heads and "q_norm" in present:

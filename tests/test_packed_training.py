@@ -392,7 +392,7 @@ def trainer_of(
 
 
 CALLED_ALIKE = """
-    learning_rate fp16 save_total_limit lr_scheduler_type warmup_steps weight_decay max_grad_norm
+    learning_rate fp16 save_total_limit lr_scheduler_type warmup_steps max_grad_norm
     dataloader_pin_memory
 """
 

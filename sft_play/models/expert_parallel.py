@@ -91,7 +91,7 @@ def sharding_experts_while_loading(process: Process) -> contextlib.AbstractConte
             for name, whole in _by_expert(experts).items():
                 part = whole[: len(whole) // process.world_size].detach()
                 divided = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-                experts._parameters[name] = nn.Parameter(divided, requires_grad=False)
+                setattr(experts, name, nn.Parameter(divided, requires_grad=False))
 
     return changing_model(divide)
 
@@ -148,7 +148,7 @@ def _keep_own_weights(experts: nn.Module, ranks: ExpertRanks) -> None:
             own = weight.to_local()
         else:  # read in full, because other weights are packed
             own = weight[ranks.first : ranks.first + ranks.own].clone()
-        experts._parameters[name] = nn.Parameter(own, requires_grad=False)
+        setattr(experts, name, nn.Parameter(own, requires_grad=False))
     for name in getattr(experts, "parametrizations", ()):
         packed = packed_weight(experts, name)
         if packed is not None:

@@ -84,7 +84,7 @@ def keep_angles_exact(model: nn.Module) -> None:
     Positions over 2,048 then change (seen on a B200: transformers issue 48428).
     """
     for module in model.modules():
-        if any(name.endswith("inv_freq") for name in module._buffers):
+        if any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False)):
             run_within(module, _full_precision)
 
 

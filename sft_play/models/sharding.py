@@ -178,20 +178,20 @@ def shard_quantized(
     packed: dict[tuple[nn.Module, str], dict[str, Any]] = {}
     own_rows: dict[tuple[nn.Module, str], Tensor] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in module.named_parameters(recurse=False):
             whole = parameter
-            if parameter is not None and has_rows_alone(parameter):
+            if has_rows_alone(parameter):
                 own_rows[module, name] = vars(parameter).pop(OWN_ROWS)
                 whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
             if isinstance(parameter, Params4bit):
                 packed[module, name] = vars(parameter)
                 whole = whole.data
             if whole is not parameter:
-                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
+                setattr(module, name, nn.Parameter(whole, requires_grad=False))
     _divide(model, process, False, offloads, adapters)
     while own_rows:  # each is freed once it is copied
         (module, name), rows = own_rows.popitem()
-        divided = module._parameters[name]
+        divided = module.get_parameter(name)
         if offloads:
             part = _part_in_host_memory(rows, divided)
         else:
@@ -199,15 +199,15 @@ def shard_quantized(
             part = DTensor.from_local(
                 rows, *places, run_check=False, shape=divided.shape, stride=divided.stride()
             )
-        module._parameters[name] = nn.Parameter(part, requires_grad=False)
+        setattr(module, name, nn.Parameter(part, requires_grad=False))
     units = units_by_module(model)
     for unit in dict.fromkeys(units[module] for module, _ in packed):
         names = [(module, name) for module, name in packed if units[module] is unit]
         for module, name in names:
-            vars(module._parameters[name]).update(packed[module, name])
+            vars(module.get_parameter(name)).update(packed[module, name])
         with gathered_unit(unit):
             for module, name in names:
-                whole = module._parameters[name]
+                whole = module.get_parameter(name)
                 whole.__class__ = Params4bit
                 vars(whole).update(packed[module, name])
             check(unit)

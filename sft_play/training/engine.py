@@ -213,7 +213,7 @@ def create_optimizer(model: PreTrainedModel, args: TrainingArguments, config: Co
     if config.train.optim == "muon":  # which transformers lacks; these are AdamW's settings
         kind, settings = Muon, {**settings, "matrices": hidden_matrices(model)}
     groups = [
-        {"params": with_decay, "weight_decay": config.train.weight_decay},
+        {"params": with_decay, "weight_decay": args.weight_decay},
         {"params": without, "weight_decay": 0.0},
     ]
     optimizer = kind(groups, **settings)
@@ -222,7 +222,7 @@ def create_optimizer(model: PreTrainedModel, args: TrainingArguments, config: Co
     if config.tuning.lora.loraplus_lr_ratio is not None:
         raise_learning_rate_of_b(optimizer, model, config.tuning.lora.loraplus_lr_ratio)
     if config.tuning.encoders_learning_rate is not None:
-        factor = config.tuning.encoders_learning_rate / config.train.learning_rate
+        factor = config.tuning.encoders_learning_rate / args.learning_rate
         set_group_rate(optimizer, set(map(id, trained_encoder_weights(model))), factor)
     return optimizer
 
