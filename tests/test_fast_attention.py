@@ -88,18 +88,6 @@ PACKED = (5, 12, 7, 23, 1)  # documents of two rows
 WHOLE = (TOKENS, TOKENS)
 
 
-@pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
-@pytest.mark.parametrize("window", [None, 1, 6, TOKENS + 3])
-@pytest.mark.parametrize("lengths", [PACKED, WHOLE], ids=["packed", "whole rows"])
-def test_attention_is_its_definition(lengths, window, key_heads):
-    of = inputs(key_heads)
-    documents, numbers = documents_of(*lengths)
-    expected = written_out(*of, Scoring(0.3, window), numbers)
-    assert gap(attend(*of, Scoring(0.3, window), documents), expected, of) <= SAME
-    if lengths == WHOLE:
-        assert gap(attend(*of, Scoring(0.3, window)), expected, of) <= SAME
-
-
 SINKS = torch.tensor([-1.0, 0.5, 2.0, 7.0], requires_grad=True)
 KINDS = {
     "sinks": Scoring(0.3, None, None, SINKS),
@@ -116,14 +104,18 @@ def leaves(of: tuple[torch.Tensor, ...], scoring: Scoring) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value_features", [FEATURES, 12])
+@pytest.mark.parametrize(
+    "scoring", [*KINDS.values(), *(Scoring(0.3, window) for window in (None, 1, 6, TOKENS + 3))]
+)
 @pytest.mark.parametrize("lengths", [PACKED, WHOLE], ids=["packed", "whole rows"])
-def test_sinks_and_soft_caps_are_their_definition(lengths, kind, key_heads):
-    of = inputs(key_heads, value_features=12)
-    scoring = KINDS[kind]
+def test_attention_is_its_definition(lengths, scoring, value_features, key_heads):
+    of = inputs(key_heads, value_features)
     documents, numbers = documents_of(*lengths)
     expected = written_out(*of, scoring, numbers)
     assert gap(attend(*of, scoring, documents), expected, leaves(of, scoring)) <= SAME
+    if lengths == WHOLE:
+        assert gap(attend(*of, scoring), expected, leaves(of, scoring)) <= SAME
 
 
 @pytest.mark.parametrize("block", [8, attention_flex.BLOCK])  # the tokens fill a part of the last

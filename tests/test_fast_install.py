@@ -170,18 +170,33 @@ NAMES_AND_MODES = [
 ]
 
 
-def gap_to_plain(name: str, mode: str, is_packed: bool) -> float:
-    """Return how far the loss and the gradients of a fast step are from those of a plain one."""
+def gap_to_plain(name: str, mode: str, is_packed: bool, layers: int = 0, **changes: bool) -> float:
+    """Return how far the loss and the gradients of a fast step are from those of a plain one.
+
+    It checkpoints the first `layers` layers. `changes` are those of how its rows are packed.
+    """
     model = plain_model(name, mode)
     plain = step(model, is_packed)
     make(model, mode)
-    names_boundaries = fused_kernels_of(model).reads_boundaries
-    return gap(plain, step(model, is_packed, names_boundaries))
+    checkpoint_layers(model, layers)
+    packing = {"names_boundaries": fused_kernels_of(model).reads_boundaries, **changes}
+    return gap(plain, step(model, is_packed, **packing))
 
 
 @pytest.mark.parametrize("name, mode", NAMES_AND_MODES)
 def test_a_fast_step_has_the_loss_and_gradients_of_a_plain_one(name, mode):
     assert gap_to_plain(name, mode, is_packed=True) <= SAME
+
+
+CHANGES = [
+    *((name, {"names_boundaries": False}) for name in ("llama", "gemma3", "phi3")),
+    *((name, {"layers": n}) for name in ("llama", "mistral", "qwen3") for n in (1, 2)),
+]
+
+
+@pytest.mark.parametrize("name, changes", CHANGES)
+def test_packed_rows_without_boundaries_and_checkpointed_layers_do_too(name, changes):
+    assert gap_to_plain(name, "lora", is_packed=True, **changes) <= SAME
 
 
 PADDED = [("llama", "lora"), ("phi3-partial", "lora"), ("gemma3", "full")]
@@ -199,11 +214,7 @@ def test_a_fast_step_of_padded_rows_does_too(name, mode):
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma2", "gemma3", "phi3"])
 def test_documents_in_one_row_train_the_same(name):
-    model = plain_model(name)
-    plain = step(model, is_packed=True)
-    make(model)
-    assert fused_kernels_of(model).in_one_row
-    assert gap(plain, step(model, True, names_boundaries=True, in_one_row=True)) <= SAME
+    assert gap_to_plain(name, "lora", is_packed=True, in_one_row=True) <= SAME
     (batch, *_) = batches(True, True, in_one_row=True)
     assert len(batch.ids) == 1 and batch.ids.shape[1] > 2 * MAX_SEQ_LEN
 
@@ -234,24 +245,6 @@ def test_a_gpu_without_fused_attention_keeps_rows():
     model = "model.name=meta-llama/Llama-3.2-1B-Instruct"
     assert plan_examples.plan_for("1xA100-80", model).plan.request.row.in_one_row
     assert not plan_examples.plan_for("1xT4", model).plan.request.row.in_one_row
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
-def test_a_checkpointed_fast_step_is_the_same(name, layers):
-    model = plain_model(name)
-    plain = step(model, is_packed=True)
-    make(model)
-    checkpoint_layers(model, layers)
-    assert gap(plain, step(model, is_packed=True, names_boundaries=True)) <= SAME
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3"])
-def test_packed_rows_without_boundaries_are_kept_apart_too(name):
-    model = plain_model(name)
-    plain = step(model, is_packed=True)
-    make(model)
-    assert gap(plain, step(model, is_packed=True, names_boundaries=False)) <= SAME
 
 
 def documents_joined(model: Any) -> None:

@@ -83,6 +83,18 @@ def test_fused_adapters_train_as_under_ddp(finished: Finished, checkpointing: bo
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("mode, kernel", [("lora", "experts"), ("full", "loss")])
+def test_experts_and_the_loss_of_a_trained_head_train_as_under_ddp(
+    finished: Finished, taught_base, base_of, mode, kernel
+) -> None:
+    base = base_of("qwen3_moe") if kernel == "experts" else taught_base
+    ddp, zero = (finished(engine, mode, base) for engine in ("ddp", "zero3"))
+    assert run_json(zero)["fast_path"] == run_json(ddp)["fast_path"]
+    assert run_json(zero)["fast_path"]["on"][kernel] == 1
+    check_alike(ddp, zero, mode, 5e-5)
+
+
+@pytest.mark.long
 def test_fused_adapters_train_as_with_the_plain_code(finished: Finished) -> None:
     fused, plain = (
         finished("zero3", "lora", gradient_checkpointing=False, fast_path=on)
@@ -90,22 +102,6 @@ def test_fused_adapters_train_as_with_the_plain_code(finished: Finished) -> None
     )
     assert not run_json(plain)["fast_path"]["on"]
     check_alike(plain, fused, "lora", 5e-5)
-
-
-@pytest.mark.long
-def test_fused_experts_train_as_under_ddp(finished: Finished, base_of) -> None:
-    base = base_of("qwen3_moe")
-    ddp, zero = (finished(engine, "lora", base) for engine in ("ddp", "zero3"))
-    assert run_json(zero)["fast_path"] == run_json(ddp)["fast_path"]
-    assert run_json(zero)["fast_path"]["on"]["experts"] == 1
-    check_alike(ddp, zero, "lora", 5e-5)
-
-
-@pytest.mark.long
-def test_the_loss_of_a_trained_head_is_fused(finished: Finished) -> None:
-    ddp, zero = (finished(engine, "full") for engine in ("ddp", "zero3"))
-    assert run_json(zero)["fast_path"] == run_json(ddp)["fast_path"]
-    check_alike(ddp, zero, "full", 5e-5)
 
 
 @pytest.mark.long
