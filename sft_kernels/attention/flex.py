@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import config
 from torch.nn import functional
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, and_masks, flex_attention
 from torch.utils.weak import WeakIdKeyDictionary
@@ -85,7 +86,7 @@ def _with_sinks(out: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
 @cache
 def _compiled() -> Any:
     # beyond the limit torch runs flex_attention uncompiled, with all scores in memory
-    torch._dynamo.config.recompile_limit = max(SHAPES, torch._dynamo.config.recompile_limit)
+    config.recompile_limit = max(SHAPES, config.recompile_limit)
     return torch.compile(flex_attention, dynamic=False)
 
 
