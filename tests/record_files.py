@@ -93,18 +93,15 @@ def to_parquet(records: Records) -> bytes:
     return sink.getvalue()
 
 
-def to_arrow_stream(records: Records) -> bytes:
+def to_arrow_stream(records: Records, open_file: Any = pa.ipc.new_stream) -> bytes:
     table, sink = pa.Table.from_pylist(records), io.BytesIO()
-    with pa.ipc.new_stream(sink, table.schema) as writer:
+    with open_file(sink, table.schema) as writer:
         writer.write_table(table, max_chunksize=7)
     return sink.getvalue()
 
 
 def to_arrow_file(records: Records) -> bytes:
-    table, sink = pa.Table.from_pylist(records), io.BytesIO()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table, max_chunksize=7)
-    return sink.getvalue()
+    return to_arrow_stream(records, pa.ipc.new_file)
 
 
 def zstd(data: bytes) -> bytes:

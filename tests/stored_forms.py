@@ -109,18 +109,18 @@ def by_row(dtype: torch.dtype, largest: float) -> Callable[[str, Tensor], Tensor
 
 
 def compressed_fp8(folder: Path) -> Path:
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
-    return with_linears(
-        folder, by_row(torch.float8_e4m3fn, E4M3_MAX), quant_method="compressed-tensors",
-        format="float-quantized", config_groups={"group_0": {"weights": weights}},
-    )  # fmt: skip
+    return compressed(folder, "float", by_row(torch.float8_e4m3fn, E4M3_MAX))
 
 
 def compressed_int8(folder: Path) -> Path:
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    return compressed(folder, "int", by_row(torch.int8, 127))
+
+
+def compressed(folder: Path, kind: str, quantize: Callable[[str, Tensor], Tensors]) -> Path:
+    weights = {"num_bits": 8, "type": kind, "strategy": "channel", "symmetric": True}
     return with_linears(
-        folder, by_row(torch.int8, 127), quant_method="compressed-tensors",
-        format="int-quantized", config_groups={"group_0": {"weights": weights}},
+        folder, quantize, quant_method="compressed-tensors",
+        format=f"{kind}-quantized", config_groups={"group_0": {"weights": weights}},
     )  # fmt: skip
 
 

@@ -152,24 +152,17 @@ def imported(node: ast.AST) -> Iterator[str]:
         yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def at_module_level(node: ast.AST) -> Iterator[ast.AST]:
-    """Statements that run when a module is imported; what TYPE_CHECKING guards does not."""
+def statements(node: ast.AST, only_imported: bool = False) -> Iterator[ast.AST]:
+    """All statements, except what TYPE_CHECKING guards.
+
+    With `only_imported`, those that run when the module is imported.
+    """
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, Function | ast.Lambda) or (
-            isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
-        ):
+        is_guarded = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        if is_guarded or (only_imported and isinstance(child, Function | ast.Lambda)):
             continue
         yield child
-        yield from at_module_level(child)
-
-
-def loaded_at_some_time(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements, except what TYPE_CHECKING guards."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        yield child
-        yield from loaded_at_some_time(child)
+        yield from statements(child, only_imported)
 
 
 def test_there_are_modules_to_read() -> None:
@@ -218,7 +211,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     graph = {
         name: {
             other
-            for node in loaded_at_some_time(tree_of(path))
+            for node in statements(tree_of(path))
             for other in imported(node)
             if other in names
         }
@@ -300,7 +293,9 @@ def test_the_two_rules_above_see_what_they_should(text: str, found: tuple[bool, 
 
 def packages_loaded(path: Path) -> set[str]:
     """Return the packages that are loaded when a module is imported."""
-    names = {name for node in at_module_level(tree_of(path)) for name in imported(node)}
+    names = {
+        name for node in statements(tree_of(path), only_imported=True) for name in imported(node)
+    }
     return {name.split(".")[0] for name in names}
 
 

@@ -119,28 +119,6 @@ def test_micro_batches_hold_samples_of_similar_length_the_longest_first():
     assert found == [[9, 8], [7, 6], [5, 3], [2, 1]]
 
 
-def test_the_last_step_is_filled_with_the_sample_that_costs_least():
-    lengths = [5, 2, 7, 3, 6, 4, 8, 9, 10]
-    last = [
-        sequence for batch in list(sampler(lengths, 2, 1, packed=False))[4:] for sequence in batch
-    ]
-    assert len(last) == 8 and last[1:] == [[~1]] * 7 and last[0][0] >= 0
-
-
-def test_the_fullest_step_takes_as_many_sequences_as_its_samples_do():
-    layout = layout_of(10, 1, 4)
-    assert fullest_step([10, 10, 10, 10], layout, SEED, 1) == 4
-    assert fullest_step([5, 5, 5, 5], layout, SEED, 1) == 2
-    assert fullest_step([2, 2, 2, 2], layout, SEED, 1) == 1
-
-
-def test_tokens_with_padding_are_counted_packed_and_not():
-    """3 samples of a step of 4, one sequence each and one filler; widths are multiples of 8."""
-    lengths, layout = [8, 16, 24], layout_of(64, 2, 4)
-    found = padding(lengths, layout, layout.packed(fullest_step(lengths, layout, SEED, 1)), SEED)
-    assert vars(found) == {"real": 48, "unpacked": 2 * 24 + 2 * 8, "packed": 48}
-
-
 @pytest.mark.parametrize("lengths", [(1, 64), (20, 24), (33, 40), (5, 6)], ids=str)
 @pytest.mark.parametrize("rows_per_step", [1, 7, 64])
 def test_the_fullest_step_is_found_as_if_each_were_packed(lengths, rows_per_step):

@@ -362,6 +362,7 @@ def test_padding_is_counted_with_the_micro_batches_of_the_run(built):
     samplers = [StepSampler(data.train.lengths, one, 0) for one in (planned.plan.layout, layout)]
     computed = [sum(math.prod(one.shape(batch)) for batch in one) for one in samplers]
     assert [padded.unpacked, padded.packed] == computed
+    assert padded.real == data.train.lengths.sum()
 
 
 def test_the_last_step_of_an_epoch_does_not_make_a_usual_one_smaller(built):

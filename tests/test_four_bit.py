@@ -90,13 +90,21 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
+FORMS = [
+    *(
+        {"dtype": dtype, "shape": shape}
+        for dtype in (torch.float32, torch.float16)
+        for shape in SHAPES
+    ),
+    *({"storage": storage, "shape": SHAPES[0]} for storage in (torch.bfloat16, torch.float32)),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("quant_type, is_nested", KINDS)
-def test_the_kernel_unpacks_to_the_bits_of_its_formula(
-    kernels, quant_type, is_nested, shape, dtype
-):
-    packed, state = packed_weight(shape, quant_type, is_nested, dtype=dtype)
+def test_the_kernel_unpacks_to_the_bits_of_its_formula(kernels, quant_type, is_nested, form):
+    """Bytes may be stored as numbers of another type."""
+    packed, state = packed_weight(quant_type=quant_type, is_nested=is_nested, **form)
     assert four_bit.has_unpacking_kernel(packed, state)
     assert_same_bits(kernels.launch_unpacking(packed, state), formula(packed, state))
 
@@ -126,13 +134,6 @@ def test_nothing_is_written_behind_a_weight(kernels, monkeypatch):
     monkeypatch.setattr(kernels, "TILE", 64)
     assert_same_bits(kernels.launch_unpacking(packed, state), formula(packed, state))
     assert (memory[size:] == 7).all()
-
-
-@pytest.mark.parametrize("storage", [torch.bfloat16, torch.float32], ids=str)
-def test_bytes_may_be_stored_as_numbers(kernels, storage):
-    packed, state = packed_weight((64, 128), storage=storage)
-    assert four_bit.has_unpacking_kernel(packed, state)
-    assert_same_bits(kernels.launch_unpacking(packed, state), formula(packed, state))
 
 
 def test_scales_may_be_views_of_a_larger_tensor(kernels):

@@ -280,38 +280,29 @@ class Changed(PackCollator):
         return self.change(super().__call__(sequences))
 
 
+def mask_of_nan(batch: Batch) -> Batch:
+    rows, width = batch.ids.shape
+    return batch.with_inputs({"attention_mask": torch.full((rows, 1, width, width), torch.nan)})
+
+
+JOINING = [all_ones_mask, positions_that_run_on, key_value_cache, mask_of_nan]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("change", [all_ones_mask, positions_that_run_on, key_value_cache])
-def test_the_check_sees_whatever_joins_documents(change, attention):
+@pytest.mark.parametrize("change", JOINING)
+def test_the_check_sees_whatever_joins_documents_and_not_rounding(change, attention, dtype):
     model = llama(attention)
-    check_cross_document(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
-    with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
-        check_cross_document(model, Changed(0, MAX_SEQ_LEN, change=change), VOCABULARY, CPU)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_check_tells_rounding_from_seeing_in_half_precision(dtype):
-    with torch.autocast("cpu", dtype=dtype):
-        check_cross_document(llama(), PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        check_cross_document(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
         with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
-            check_cross_document(
-                llama(), Changed(0, MAX_SEQ_LEN, change=all_ones_mask), VOCABULARY, CPU
-            )
+            check_cross_document(model, Changed(0, MAX_SEQ_LEN, change=change), VOCABULARY, CPU)
 
 
 def test_a_model_that_gives_no_numbers_is_left_to_its_evaluation():
     model = llama()
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     check_cross_document(model, PackCollator(0, MAX_SEQ_LEN), VOCABULARY, CPU)
-
-
-def test_nan_that_comes_of_packing_is_refused():
-    def nowhere(batch):
-        rows, width = batch.ids.shape
-        return batch.with_inputs({"attention_mask": torch.full((rows, 1, width, width), torch.nan)})
-
-    with pytest.raises(ConfigError, match="TRAIN_PACKING=false"):
-        check_cross_document(llama(), Changed(0, MAX_SEQ_LEN, change=nowhere), VOCABULARY, CPU)
 
 
 @pytest.mark.parametrize(

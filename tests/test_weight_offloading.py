@@ -128,22 +128,20 @@ def test_experts_in_mxfp4_train_as_resident_ones_and_are_not_unpacked_for_their_
         assert torch.equal(found, resident)
 
 
-@pytest.mark.parametrize("mode", ["lora", long("qlora"), long("float8")])
-def test_the_original_implementation_computes_the_same_too(base, mode):
+@pytest.mark.parametrize(
+    "mode, train",
+    [
+        ("lora", {"fast_path": False}),
+        long("qlora", {"fast_path": False}),
+        long("float8", {"fast_path": False}),
+        long("lora", {"deliver_as": "int4"}),
+    ],
+)
+def test_the_original_implementation_and_rounded_weights_compute_the_same_too(base, mode, train):
     losses = []
     for offloaded in (0, LAYERS):
-        model = loaded(base, MODES[mode], offloaded, fast_path=False)
-        assert not fused_kernels_of(model).on
-        losses.append(trained(model, recomputed=2))
-    for found, resident in zip(*losses, strict=True):
-        assert torch.equal(found, resident)
-
-
-@pytest.mark.long
-def test_rounded_weights_are_the_same_too(base):
-    losses = []
-    for offloaded in (0, LAYERS):
-        model = loaded(base, MODES["lora"], offloaded, deliver_as="int4")
+        model = loaded(base, MODES[mode], offloaded, **train)
+        assert bool(fused_kernels_of(model).on) == ("deliver_as" in train)
         losses.append(trained(model, recomputed=2))
     for found, resident in zip(*losses, strict=True):
         assert torch.equal(found, resident)
