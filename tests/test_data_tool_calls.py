@@ -52,13 +52,24 @@ def test_calls_of_tools_are_trained_and_their_answers_are_not(arguments):
     )
 
 
-def test_a_template_that_wants_arguments_as_text_gets_them():
-    function = "m.tool_calls[0].function"
-    call = f"{function}.name + '(' + {function}.arguments + ')'"
+CALL = "m.tool_calls[0]"
+
+
+@pytest.mark.parametrize(
+    "call, begin",
+    [
+        (
+            f"{CALL}.function.name + '(' + {CALL}.function.arguments + ')'",
+            'weather({"city": "Köln"})<|im_end|>',
+        ),
+        (f"{CALL}.id ~ {CALL}.function", "c1{"),
+    ],
+)
+def test_a_template_gets_arguments_as_text_and_the_rows_own_id(call, begin):
     adds = f"m['content'] + ({call} if m.tool_calls else '')"
     tok = tokenizer(CHATML.replace(WRITES, adds), words=LLAMA3_WORDS)
     (sample,) = samples_of(calling({"city": "Köln"}), tok)
-    assert trained(sample, tok)[0] == 'weather({"city": "Köln"})<|im_end|>'
+    assert trained(sample, tok)[0].startswith(begin)
 
 
 # As Mistral's own: it refuses ids of another form
@@ -92,15 +103,6 @@ def test_a_template_that_wants_ids_of_calls_gets_them(call_id):
     text = tok.decode(sample.ids)
     assert text.count(expected) == 2
     assert trained(sample, tok)[0].endswith(f"{expected}<|im_end|>")
-
-
-def test_a_template_that_takes_any_id_gets_the_rows_own():
-    writes = (
-        "m['content'] + (m.tool_calls[0].id ~ m.tool_calls[0].function if m.tool_calls else '')"
-    )
-    tok = tokenizer(CHATML.replace(WRITES, f"({writes})"), words=LLAMA3_WORDS)
-    (sample,) = samples_of(calling({"city": "Köln"}), tok)
-    assert "c1{" in trained(sample, tok)[0]
 
 
 def test_calls_that_a_template_leaves_out_are_refused():

@@ -101,7 +101,7 @@ def unquoted(value: str) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "system",
+    "text",
     [
         "Be kind.",
         'Write """docstrings""" only.',
@@ -109,11 +109,12 @@ def unquoted(value: str) -> str | None:
         '"Quoted"',
         'Two lines,\nand a "quote"\n',
         "Tabs\tand\r\nother ends",
+        *('"', '""', '"""', "\\end", "<|im_end|>", "a\nb"),
     ],
 )
-def test_ollama_reads_a_system_prompt_as_it_is(system):
-    text = modelfile_text("a.gguf", turn_texts_of(family("chatml")), ["<|im_end|>"], {}, system)
-    assert values_of(text)["SYSTEM"] == [system]
+def test_ollama_reads_a_system_prompt_and_a_stop_as_they_are(text):
+    written = modelfile_text("a.gguf", turn_texts_of(family("chatml")), [text], {}, text)
+    assert values_of(written)["SYSTEM"] == values_of(written)["stop"] == [text]
 
 
 @pytest.mark.parametrize(
@@ -135,12 +136,6 @@ def test_a_system_prompt_that_system_cannot_hold_is_in_the_template(system):
     asked = [said("user", "a")]
     whole = texts.render([said("system", system), *asked])
     assert texts.with_system(system).render(asked) == whole
-
-
-@pytest.mark.parametrize("stop", ['"', '""', '"""', "\\end", "<|im_end|>", "a\nb"])
-def test_ollama_reads_a_stop_as_it_is(stop):
-    text = modelfile_text("a.gguf", turn_texts_of(family("chatml")), [stop], {}, None)
-    assert values_of(text)["stop"] == [stop]
 
 
 def test_a_stop_that_cannot_be_written_gets_no_modelfile():

@@ -130,10 +130,12 @@ def test_packed_documents_are_those_alone(model_type):
     assert found.is_rounding, found
 
 
-def test_mixers_without_known_kernels_run_document_by_document():
-    model = lora_model("qwen3_next")
+@pytest.mark.parametrize("model_type, layers", [("qwen3_next", 1), ("gpt_oss", 2)])
+def test_mixers_without_known_kernels_run_document_by_document(model_type, layers):
+    """So does attention that makes its masks without the position ids, as that of gpt_oss."""
+    model = lora_model(model_type) if layers == 1 else tiny_model(model_type)
     alone = step_alone(model)
-    assert install(model, use_kernels=False) == [False]
+    assert install(model, use_kernels=layers == 2) == [False] * layers
     found = gap(alone, packed_step(model))
     assert found.is_rounding, found
 
@@ -242,13 +244,6 @@ def test_a_model_of_attention_alone_has_no_mixer():
     install(model)
     assert find_mixers(setup_of(model)) == []
     assert model.training, "the search leaves the model as it was"
-
-
-def test_attention_whose_mask_ignores_documents_runs_one_by_one():
-    model = tiny_model("gpt_oss")  # makes its masks without the position ids
-    alone = step_alone(model)
-    assert install(model) == [False, False]
-    assert gap(alone, packed_step(model)).is_rounding
 
 
 def test_a_module_that_cannot_be_reset_is_named():

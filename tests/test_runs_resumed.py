@@ -116,13 +116,17 @@ def test_a_stamp_of_another_version_is_named():
         Resumed(Path("checkpoint-5"), saved).refuse_changes(Config())
 
 
-def test_a_checkpoint_that_was_renamed_is_refused():
-    refuse_other_steps(Path("checkpoint-5"), facts(), "a", 32)
-    with pytest.raises(CheckpointError, match="its stamp has step 5, so it was renamed"):
-        refuse_other_steps(Path("checkpoint-50"), facts(), "a", 32)
-
-
-def test_a_checkpoint_whose_steps_counted_answers_is_refused_if_a_row_has_several():
-    refuse_other_steps(Path("checkpoint-5"), facts(), "a", 32, "sample")
-    with pytest.raises(CheckpointError, match="counted each answer of a conversation as a row"):
-        refuse_other_steps(Path("checkpoint-5"), facts(), "a", 32, "row")
+@pytest.mark.parametrize(
+    "name, counted, words",
+    [
+        ("checkpoint-50", (), "its stamp has step 5, so it was renamed"),
+        ("checkpoint-5", ("row",), "counted each answer of a conversation as a row"),
+    ],
+)
+def test_a_checkpoint_that_was_renamed_or_whose_steps_counted_answers_is_refused(
+    name, counted, words
+):
+    for accepted in ((), ("sample",)):
+        refuse_other_steps(Path("checkpoint-5"), facts(), "a", 32, *accepted)
+    with pytest.raises(CheckpointError, match=words):
+        refuse_other_steps(Path(name), facts(), "a", 32, *counted)
