@@ -80,6 +80,11 @@ def test_steps_win_over_a_ratio(unsloth):
     assert unsloth.today({"warmup_steps": 5, "warmup_ratio": 0.1}) == {"warmup_steps": 5}
 
 
+def be_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
+        monkeypatch.setenv(name, str(value))
+
+
 @pytest.mark.parametrize(
     "named, words",
     [
@@ -89,8 +94,7 @@ def test_steps_win_over_a_ratio(unsloth):
     ],
 )
 def test_several_processes_that_cannot_be_are_refused(unsloth, monkeypatch, named, words):
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(value))
+    be_one_of_two(monkeypatch)
     with pytest.raises(ConfigError, match=words):
         unsloth.UnslothTrainingArguments(**named)
 
@@ -119,8 +123,7 @@ def test_a_forced_single_gpu_is_one_for_any_model(unsloth, monkeypatch, capsys):
 
 def test_processes_that_would_train_alone_are_refused(unsloth, monkeypatch, tmp_path):
     arguments = unsloth.UnslothTrainingArguments(output_dir=str(tmp_path))  # of one process
-    for name, value in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_WORLD_SIZE", 2)):
-        monkeypatch.setenv(name, str(value))
+    be_one_of_two(monkeypatch)
     with pytest.raises(ConfigError, match="each of the 2 processes would train alone"):
         unsloth._refuse_lonely(arguments)
 

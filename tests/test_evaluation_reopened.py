@@ -88,20 +88,18 @@ def test_a_loss_or_an_agreement_that_no_rounding_explains_is_of_another_model(fi
     assert not from_float8.is_another_model
 
 
-def test_the_eos_of_the_base_left_in_place_is_found(copied, opens_here):
+def test_the_eos_of_the_base_and_a_template_that_changed_are_found(copied, opens_here):
     weights, reference = copied
     path = weights / "generation_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 3}))
-    found = opened(weights, reference)
-    assert found.faults() == ["generation continues after the trained stop in 6 rows"]
-    assert found.differences() == []
-
-
-def test_a_template_that_changed_is_found(copied, opens_here):
-    weights, reference = copied
     path = weights / "chat_template.jinja"
     path.write_text("Answer now. " + path.read_text())
-    assert opened(weights, reference).faults() == ["the chat template writes 2 prompts otherwise"]
+    found = opened(weights, reference)
+    assert found.faults() == [
+        "generation continues after the trained stop in 6 rows",
+        "the chat template writes 2 prompts otherwise",
+    ]
+    assert found.differences() == []
 
 
 def test_the_divergence_is_that_of_the_whole_vocabulary_where_all_tokens_are_kept():

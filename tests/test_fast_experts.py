@@ -107,21 +107,20 @@ def largest_difference(one: Pass, other: Pass) -> float:
     return max(differences)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_output_and_gradients_are_those_of_transformers_and_peft(model_type):
-    experts = some_experts(model_type)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *((model_type,) for model_type in MODEL_TYPES),
+        *(("gpt_oss", targets) for targets in ("inner", "down", "none")),
+    ],
+)
+def test_output_and_gradients_are_those_of_transformers_and_peft(case):
+    experts = some_experts(*case)
     assert why_experts_not_fusable(experts) is None
     for seed, choose in enumerate(CHOICES.values()):
         torch.manual_seed(seed)
         choices = choose()
         assert largest_difference(own(experts, choices), fused(experts, choices)) < EXACT
-
-
-@pytest.mark.parametrize("targets", ["inner", "down", "none"])
-def test_any_of_the_linears_may_have_adapters(targets):
-    experts = some_experts("gpt_oss", targets)
-    choices = random_choices()
-    assert largest_difference(own(experts, choices), fused(experts, choices)) < EXACT
 
 
 def test_experts_without_tokens_get_exactly_no_gradient():
