@@ -104,20 +104,19 @@ def test_a_tokenizer_is_given_once(unsloth):
         unsloth.UnslothTrainer(None, None, tokenizer=1, processing_class=2)
 
 
-def test_a_quantized_model_is_not_copied_to_the_gpus_of_one_process(unsloth, capsys):
-    arguments = SimpleNamespace(n_gpu=2, _n_gpu=2, device="cuda:0")
-    unsloth._limit_data_parallel(arguments, SimpleNamespace(is_loaded_in_4bit=True))
-    assert arguments._n_gpu == 1
+def test_a_quantized_model_and_a_forced_single_gpu_are_on_one_of_one_process(
+    unsloth, monkeypatch, capsys
+):
+    def gpus(**model: bool) -> int:
+        arguments = SimpleNamespace(n_gpu=2, _n_gpu=2, device="cuda:0")
+        unsloth._limit_data_parallel(arguments, SimpleNamespace(**model))
+        return arguments._n_gpu
+
+    assert gpus(is_loaded_in_4bit=True) == 1
     assert "training on cuda:0; start with torchrun to use all" in capsys.readouterr().out
-
-
-def test_a_forced_single_gpu_is_one_for_any_model(unsloth, monkeypatch, capsys):
-    arguments = SimpleNamespace(n_gpu=2, _n_gpu=2, device="cuda:0")
-    unsloth._limit_data_parallel(arguments, SimpleNamespace())
-    assert arguments._n_gpu == 2  # transformers copies a 16-bit model
+    assert gpus() == 2  # transformers copies a 16-bit model
     monkeypatch.setenv("UNSLOTH_FORCE_SINGLE_GPU", "1")
-    unsloth._limit_data_parallel(arguments, SimpleNamespace())
-    assert arguments._n_gpu == 1
+    assert gpus() == 1
     assert "UNSLOTH_FORCE_SINGLE_GPU=1: training on cuda:0 alone" in capsys.readouterr().out
 
 

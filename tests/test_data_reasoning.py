@@ -126,14 +126,14 @@ def test_an_answer_that_begins_with_a_line_break_follows_the_prompt_of_use(joini
 def test_of_a_conversation_such_an_answer_is_a_sample_of_its_own(joining):
     first, second = Message("assistant", "\nA rose."), Message("assistant", "The sea.")
     again = Message("user", "What is blue?")
-    (samples,) = Renderer(joining).render([Row((QUESTION, first, again, second), "rows.jsonl:1")])
-    shown = [joining.decode([id_ for id_ in sample.labels if id_ >= 0]) for sample in samples]
-    assert shown == ["\nA rose.<|im_end|>", "The sea.<|im_end|>"]
+    for answers in ((second, first), (first, second)):
+        row = Row((QUESTION, answers[0], again, answers[1]), "rows.jsonl:1")
+        (samples,) = Renderer(joining).render([row])
+        shown = [joining.decode([id_ for id_ in sample.labels if id_ >= 0]) for sample in samples]
+        assert sorted(shown) == ["\nA rose.<|im_end|>", "The sea.<|im_end|>"]
+    assert shown == sorted(shown)
     prompt = render_prompt([QUESTION, first, again], joining)
     assert samples[1].ids[: len(prompt)] == prompt, "as use reads the history, in joined tokens"
-    (samples,) = Renderer(joining).render([Row((QUESTION, second, again, first), "rows.jsonl:1")])
-    shown = [joining.decode([id_ for id_ in sample.labels if id_ >= 0]) for sample in samples]
-    assert sorted(shown) == ["\nA rose.<|im_end|>", "The sea.<|im_end|>"]
 
 
 QUOTES = [

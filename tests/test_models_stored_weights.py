@@ -216,6 +216,14 @@ def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch):
     assert read == [2, 2, 1]
 
 
+SETTINGS = {
+    "data.train_path": ROWS,
+    "data.val_path": None,
+    "train.learning_rate": 0.0001,
+    "train.reopen_saved": True,
+}
+
+
 @pytest.mark.usefixtures("opens_here")
 @pytest.mark.parametrize(
     "form, mode",
@@ -228,15 +236,8 @@ def test_experts_of_mxfp4_are_read_a_few_at_a_time(monkeypatch):
     ],
 )
 def test_a_run_ends_green_and_leaves_a_plain_model(train_run, twin, form, mode):
-    changes = {
-        "model.name": twin(form),
-        "tuning.mode": mode,
-        "data.train_path": ROWS,
-        "data.val_path": None,
-        "train.learning_rate": 0.0001,
-        "train.reopen_saved": True,
-    }
-    folder = train_run(changes, may_trace=False)
+    changes = {"model.name": twin(form), "tuning.mode": mode}
+    folder = train_run({**SETTINGS, **changes}, may_trace=False)
     saved = folder.weights(mode)
     if mode != "full":
         card = (saved / "README.md").read_text()
@@ -258,17 +259,10 @@ def test_a_run_ends_green_and_leaves_a_plain_model(train_run, twin, form, mode):
     [("bnb_4bit", "qlora", "fsdp"), ("fp8_block", "full", "fsdp"), ("fp8_block", "lora", "zero3")],
 )
 def test_divided_among_ranks_it_is_the_same_model(twin, plan_run, form, mode, engine):
-    changes = {
-        "model.name": twin(form),
-        "tuning.mode": mode,
-        "data.train_path": ROWS,
-        "data.val_path": None,
-        "train.learning_rate": 0.0001,
-        "train.reopen_saved": True,
-    }
+    changes = {"model.name": twin(form), "tuning.mode": mode}
     zero3 = ZERO3 if engine == "zero3" else None
     if zero3 is None:
         changes["train.strategy"] = engine
-    folder = plan_run(changes, num_gpus=2, deepspeed_config=zero3)
+    folder = plan_run({**SETTINGS, **changes}, num_gpus=2, deepspeed_config=zero3)
     assert set(run_ranks(folder, 2)) == {0}, run_json(folder)["cause"]
     assert run_json(folder)["metrics"]["before"]["eval_loss"] < 3, "no better than noise"

@@ -106,6 +106,13 @@ def trainer(plan_run, build_loop):
     return trainer
 
 
+def settings_of_groups(optimizer: torch.optim.Optimizer) -> list[dict]:
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
 def test_a_rehearsal_leaves_nothing_behind(trainer):
     with torch.no_grad():
         first = next(trainer.engine.model.parameters())
@@ -115,10 +122,7 @@ def test_a_rehearsal_leaves_nothing_behind(trainer):
         trainer.engine.optimizer.optimizer,
         [module.training for module in trainer.engine.model.modules()],
     )
-    groups = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
+    groups = settings_of_groups(optimizer)
     trainer.memory = FakeGpu(9)
     with DryRun(trainer, steps_optimizer=True) as dry_run:
         point = dry_run.measure(Layout(2, 2, 1, 64))
@@ -127,10 +131,7 @@ def test_a_rehearsal_leaves_nothing_behind(trainer):
     assert not optimizer.state and all(
         parameter.grad is None for parameter in trainer.engine.model.parameters()
     )
-    assert groups == [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
+    assert groups == settings_of_groups(optimizer)
     assert (
         modes == [module.training for module in trainer.engine.model.modules()]
         and trainer.engine.accelerator.sync_gradients

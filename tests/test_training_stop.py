@@ -50,11 +50,21 @@ def folder(planned, tmp_path):
     return RunFolder(shutil.copytree(planned.path, tmp_path / "planned"))
 
 
-@pytest.fixture
-def stop(folder):
-    """StopOnSignal of a single process that has begun its first step."""
-    recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
+@contextlib.contextmanager
+def stopping_on_signals(recorder):
     with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder, EVERY_STEP) as stop:
+        yield stop
+
+
+@pytest.fixture
+def recorder(folder):
+    return RunRecorder(folder, PlannedRun.read(folder), 0)
+
+
+@pytest.fixture
+def stop(recorder):
+    """StopOnSignal of a single process that has begun its first step."""
+    with stopping_on_signals(recorder) as stop:
         stop.on_pre_optimizer_step()
         yield stop
 
@@ -81,11 +91,9 @@ def test_a_signal_during_a_save_or_an_evaluation_ends_the_run_without_another_st
     assert control.should_training_stop and control.should_save == (event == "on_evaluate")
 
 
-def test_before_gradients_of_the_first_step_a_signal_interrupts(folder):
-    recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
-    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder, EVERY_STEP):  # noqa: SIM117
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGHUP)
+def test_before_gradients_of_the_first_step_a_signal_interrupts(recorder):
+    with stopping_on_signals(recorder), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGHUP)
 
 
 @pytest.mark.long
@@ -111,17 +119,16 @@ def second_signal(path: Path, number: int, seconds: float) -> None:
     folder = RunFolder(path)
     with RunRecorder(folder, PlannedRun.read(folder), 0) as recorder:
         recorder.state = State(global_step=2)
-        with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder, EVERY_STEP) as stop:
+        with stopping_on_signals(recorder) as stop:
             stop.on_pre_optimizer_step()
             signal.raise_signal(signal.SIGINT)
-            signals._requested_at -= seconds
+            stop.signals._requested_at -= seconds
             signal.raise_signal(number)
 
 
-def test_a_signal_in_the_last_moment_does_not_hide_how_a_run_has_ended(folder):
+def test_a_signal_in_the_last_moment_does_not_hide_how_a_run_has_ended(recorder):
     """The thread that watches signals wakes while the context closes, and ends before it is woken."""
-    recorder = RunRecorder(folder, PlannedRun.read(folder), 0)
-    with StopSignals() as signals, StopOnSignal(ALONE, signals, recorder, EVERY_STEP) as stop:
+    with stopping_on_signals(recorder) as stop:
         closed = stop._closed
 
         class LateEvent:
@@ -239,14 +246,17 @@ def test_a_run_that_is_stopped_before_its_first_step_stops_there(plan_run, run_w
     assert not list(folder.checkpoints.glob("*"))
 
 
+def planned_for_two(folder: RunFolder) -> PlannedRun:
+    planned = PlannedRun.read(folder)
+    ranks = replace(planned.plan.ranks, strategy="ddp", per_node=2)
+    return replace(planned, plan=replace(planned.plan, ranks=ranks))
+
+
 def wait_for_nobody(path: Path) -> None:
     """Be a rank that is told to stop while it waits in C++, where no signal is handled."""
     stopping.STUCK_SECONDS = 0.5
     folder = RunFolder(path)
-    planned = PlannedRun.read(folder)
-    ranks = replace(planned.plan.ranks, strategy="ddp", per_node=2)
-    planned = replace(planned, plan=replace(planned.plan, ranks=ranks))
-    with RunRecorder(folder, planned, 0) as recorder:
+    with RunRecorder(folder, planned_for_two(folder), 0) as recorder:
         two = Process(0, 0, 2, torch.device("cpu"))
         with StopSignals() as signals, StopOnSignal(two, signals, recorder, EVERY_STEP):
             store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
@@ -373,10 +383,7 @@ def test_what_the_system_refuses_has_its_path_and_what_to_do(number):
 @pytest.fixture
 def recorders(folder):
     """The recorders of two ranks of one launch on one folder."""
-    planned = PlannedRun.read(folder)
-    ranks = replace(planned.plan.ranks, strategy="ddp", per_node=2)
-    planned = replace(planned, plan=replace(planned.plan, ranks=ranks))
-    return folder, [RunRecorder(folder, planned, rank) for rank in (0, 1)]
+    return folder, [RunRecorder(folder, planned_for_two(folder), rank) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("has_trained", [False, True])
