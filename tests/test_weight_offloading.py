@@ -89,6 +89,10 @@ def trained(model: nn.Module, recomputed: int = 0) -> list[torch.Tensor]:
     return [*found, *(weight.detach().clone() for weight in weights)]
 
 
+def assert_equal(found: list[torch.Tensor], resident: list[torch.Tensor]) -> None:
+    assert len(found) == len(resident) and all(map(torch.equal, found, resident))
+
+
 @pytest.fixture(scope="module")
 def expected(base):
     """A function that returns what a resident model computes, once for each mode."""
@@ -112,8 +116,7 @@ def test_losses_gradients_and_weights_are_those_of_a_resident_model(
 ):
     model = loaded(base, MODES[mode], offloaded)
     assert {"mlp", "attention"} <= fused_kernels_of(model).on.keys()
-    for found, resident in zip(trained(model, recomputed), expected(mode, recomputed), strict=True):
-        assert torch.equal(found, resident)
+    assert_equal(trained(model, recomputed), expected(mode, recomputed))
 
 
 def test_experts_in_mxfp4_train_as_resident_ones_and_are_not_unpacked_for_their_shape(
@@ -124,8 +127,7 @@ def test_experts_in_mxfp4_train_as_resident_ones_and_are_not_unpacked_for_their_
     without_unpacking = SimpleNamespace(pack_mxfp4=bnb.mxfp4.pack_mxfp4)
     monkeypatch.setattr(bnb, "mxfp4", without_unpacking)  # as PEFT reads experts
     model = loaded(folder, MODES["qlora"], 2)
-    for found, resident in zip(trained(model), expected, strict=True):
-        assert torch.equal(found, resident)
+    assert_equal(trained(model), expected)
 
 
 @pytest.mark.parametrize(
@@ -143,8 +145,7 @@ def test_the_original_implementation_and_rounded_weights_compute_the_same_too(ba
         model = loaded(base, MODES[mode], offloaded, **train)
         assert bool(fused_kernels_of(model).on) == ("deliver_as" in train)
         losses.append(trained(model, recomputed=2))
-    for found, resident in zip(*losses, strict=True):
-        assert torch.equal(found, resident)
+    assert_equal(*losses)
 
 
 KINDS = ["sliding_attention", "full_attention"] * 3
@@ -156,8 +157,7 @@ def test_experts_compute_the_same_too(tokenizer, tmp_path, model_type, mode, cha
     changes = {"num_hidden_layers": LAYERS, **changes}
     folder = write_base(model_type, tmp_path, tokenizer, SIZES, **changes)
     losses = [trained(loaded(folder, MODES[mode], count), 2) for count in (0, LAYERS)]
-    for found, resident in zip(*losses, strict=True):
-        assert torch.equal(found, resident)
+    assert_equal(*losses)
 
 
 def test_layers_take_turns_in_two_buffers_and_all_else_stays(base):
