@@ -15,6 +15,7 @@ import bitsandbytes.functional as bnb
 import pytest
 import torch
 from rank_processes import train_on_two
+from test_training_schedules import RATE, expected_rates
 from tiny_models import MODEL_TYPES, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer
@@ -29,38 +30,19 @@ from sft_play.training.engine import Engine, decays
 from sft_play.training.loop import TrainingLoop
 
 STEPS = 6  # of 4 rows; 10 rows: the third and the sixth have 2 rows and fillers
-RATE = 0.01
 SCHEDULES = get_args(TrainSection.model_fields["lr_scheduler_type"].annotation)
 OPTIMIZERS = get_args(TrainSection.model_fields["optim"].annotation)
 # warm-up, limit of the gradients' norm, weight decay
 VARIANTS = ((0, 1.0, 0.1), (3, 0.0, 0.1), (0.34, 0.05, 0.0), (2, 0.05, 0.1))
+# options of schedules of STEPS steps
+DEFAULTS = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "warmup_stable_decay": {"num_decay_steps": 1},
+}
 ALL = [(schedule, optim) for schedule in SCHEDULES for optim in OPTIMIZERS]
 SAMPLE = [(SCHEDULES[n % len(SCHEDULES)], optim) for n, optim in enumerate(OPTIMIZERS)]
 # bitsandbytes keeps states of 4,096 numbers and more in 8 bits, those of embeddings in 32
 SMALLEST_IN_8_BITS, BLOCK = 4096, 256
-
-
-def expected_rate(schedule: str, step: int, asked_warmup: float) -> float:
-    """Return the learning rate of a step, counted from 0. The warm-up begins at 1/W."""
-    warmup = math.ceil(STEPS * asked_warmup) if asked_warmup < 1 else asked_warmup
-    if schedule == "constant":
-        return RATE  # transformers' has no warm-up
-    if step < warmup:
-        return RATE * (step + 1) / warmup
-    left = (STEPS - step) / (STEPS - warmup)
-    match schedule:
-        case "linear":
-            return RATE * left
-        case "cosine":
-            return RATE * (1 - math.cos(math.pi * left)) / 2
-        case "cosine_with_min_lr":
-            return RATE * (0.1 + 0.9 * (1 - math.cos(math.pi * left)) / 2)
-        case "polynomial":
-            return 1e-7 + (RATE - 1e-7) * left
-        case "inverse_sqrt":
-            scale = warmup or 10_000
-            return RATE / math.sqrt((step - warmup + scale) / scale)
-    return RATE  # of warmup_stable_decay, too: its decay of one step begins at the peak
 
 
 @dataclass
@@ -246,9 +228,11 @@ class Workshop:
         taken = self.taken_by_two(folder) if ranks == 2 else self.taken_by_one(folder)
         assert len(taken) == STEPS
         gradient_of = gradients_by_row(folder, self.base)
+        steps_of_warmup = math.ceil(STEPS * warmup) if warmup < 1 else warmup
+        rates = expected_rates(schedule, DEFAULTS.get(schedule), steps_of_warmup, STEPS)
         oracle, worst = Oracle(optim, max_norm, weight_decay), [0.0, 0.0, 0.0]
         for number, step in enumerate(taken):
-            rate = expected_rate(schedule, number, warmup)
+            rate = rates[number]
             assert set(step.rates) == {step.rate}
             updates = oracle.updates(step.weights, step.gradients, rate)
             found = (
