@@ -7,13 +7,12 @@ import pytest
 import torch
 from marks import long
 from rank_processes import run_two
-from test_packed_training import ALONE, CPU, documents, llama, losses_of, trainer_of
+from test_packed_training import ALONE, CPU, llama, losses_of, trainer_of
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from sft_kernels.loss.head import fuse_loss, is_loss_fused
 from sft_kernels.loss.tokens import labelled
 from sft_kernels.process import Process
-from sft_play.data.collate import PackCollator, PadCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.training import runtime
 from sft_play.training.loop import TrainingLoop
@@ -35,35 +34,6 @@ def fused_trainer(
     fuse_loss(trainer.engine.model)
     assert is_loss_fused(trainer.engine.model)
     return trainer
-
-
-@pytest.mark.parametrize("is_full", [False, True], ids=["lora", "full"])
-@pytest.mark.parametrize("batch, packed", [(2, False), (1, True)])
-def test_runs_have_the_same_losses_with_the_fused_loss(tmp_path, is_full, batch, packed):
-    plain = losses_of(trainer_of(tmp_path, batch, packed, model=llama(is_lora=not is_full)))
-    fused = losses_of(fused_trainer(tmp_path, batch, packed, is_full=is_full))
-    assert len(fused) == STEPS and fused[0] - fused[-1] > 0.01
-    assert fused == pytest.approx(
-        plain, abs=1e-5
-    )  # six Adam steps on gradients that differ in the last bits
-
-
-@pytest.mark.parametrize("collate", [PadCollator(0), PackCollator(0, max_seq_len=64)])
-def test_a_batch_brings_what_would_be_counted_on_the_gpu(collate):
-    rows = TrainRows(documents(4))
-    batch = collate([rows[0], rows[~1], rows[2]])
-    positions, targets = batch.loss.positions, batch.loss.targets
-    assert [*map(sum, batch.branches)] == [len(rows.samples[0].ids), len(rows.samples[2].ids)], (
-        "fillers are not real"
-    )
-    assert len(targets) == sum(
-        label != IGNORE_INDEX
-        for sample in (rows.samples[0], rows.samples[2])
-        for label in sample.labels
-    )
-    assert torch.equal(batch.ids.flatten()[positions + 1], targets) and torch.equal(
-        batch.labels.flatten()[positions + 1], targets
-    )
 
 
 def test_a_first_token_is_never_predicted():
