@@ -133,12 +133,12 @@ def fused(model: nn.Module, config: Config) -> nn.Module:
     return made
 
 
-def reference_step(model: nn.Module) -> Step:
+def reference_step(model: nn.Module, samples: list[Document] | None = None) -> Step:
     """Return the step of plain transformers and PEFT: each document by itself, no mask, no padding."""
     model.zero_grad()
     if getattr(model.config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa leaves the cap out, without a word
-    samples = documents()
+    samples = samples or documents()
     labelled = sum(int((sample.labels != IGNORE_INDEX).sum()) for sample in samples)
     total = 0.0
     logits: list[Tensor] = []

@@ -7,8 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from architecture_steps import CPU, adapted, gap, gradients_of, settings
-from architecture_steps import Step as TrainedStep
+from architecture_steps import (
+    CPU,
+    Document,
+    Step,
+    adapted,
+    gap,
+    gradients_of,
+    loss_of,
+    reference_step,
+    settings,
+)
 from tiny_models import TINY, tiny_model
 from torch import Tensor, nn
 from torch.nn import functional
@@ -30,9 +39,8 @@ from sft_kernels.norms.residual import epsilon
 from sft_kernels.packed import UNMASKED
 from sft_kernels.process import Process
 from sft_kernels.training_setup import TrainingSetup, Unsupported, is_fused
-from sft_kernels.trees import Branch
 from sft_play.config.schema import Config
-from sft_play.data.collate import PackCollator, TokenSequence
+from sft_play.data.collate import PackCollator, TrainRows
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.models import fast
 
@@ -42,57 +50,34 @@ MIXERS = ("qwen3_next", "lfm2", "bamba", "jamba")
 ROWS = ((5, 1, 2, 70, 3), (17, 1, 1, 31, 24, 2))
 
 
-def documents(lengths: tuple[int, ...], seed: int) -> list[np.ndarray]:
-    draw = np.random.default_rng(seed)
-    return [draw.integers(TINY.vocabulary, size=length) for length in lengths]
-
-
-def labels_of(document: np.ndarray) -> np.ndarray:
-    labels = document.copy()
-    labels[0] = IGNORE_INDEX
-    return labels
-
-
-def sequence(row: list[np.ndarray]) -> TokenSequence:
-    lengths = tuple(len(document) for document in row)
-    labels = np.concatenate([labels_of(document) for document in row])
-    return TokenSequence(np.concatenate(row), labels, tuple((Branch(0, each),) for each in lengths))
-
-
-def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
-    )
-
-
-def step_alone(model: nn.Module) -> TrainedStep:
-    """Return the step of the classes' own code: one document after another."""
-    model.zero_grad()
-    total = 0.0
-    logits: list[Tensor] = []
+def documents() -> list[Document]:
+    found = []
     for seed, lengths in enumerate(ROWS):
-        for document in documents(lengths, seed):
-            scores = model(input_ids=torch.from_numpy(document)[None]).logits
-            logits.append(scores[0].detach())
-            if len(document) > 1:
-                loss = summed_loss(scores, torch.from_numpy(labels_of(document))[None])
-                loss.backward()
-                total += loss.item()
-    return TrainedStep(total, logits, gradients_of(model))
+        draw = np.random.default_rng(seed)
+        for length in lengths:
+            ids = draw.integers(TINY.vocabulary, size=length)
+            found.append(Document(ids, np.array([IGNORE_INDEX, *ids[1:]])))
+    return found
 
 
-def packed_step(model: nn.Module) -> TrainedStep:
+def step_alone(model: nn.Module) -> Step:
+    """Return the step of the classes' own code: one document after another."""
+    return reference_step(model, documents())
+
+
+def packed_step(model: nn.Module) -> Step:
     """Return the step of one packed batch of two rows, the second padded."""
     model.zero_grad()
-    rows = [sequence(documents(lengths, seed)) for seed, lengths in enumerate(ROWS)]
-    batch = PackCollator(0, 128, varlen=True)(rows)
-    scores = model(**batch.arguments).logits
-    loss = summed_loss(scores, batch.labels)
+    rows, first = TrainRows(documents()), len(ROWS[0])
+    indices = range(first + len(ROWS[1]))
+    batch = PackCollator(0, 128, varlen=True)([rows[indices[:first]], rows[indices[first:]]])
+    loss = loss_of(model, batch)
     loss.backward()
     logits: list[Tensor] = []
-    for row, lengths in zip(scores.detach(), ROWS, strict=True):
-        logits += row[: sum(lengths)].split(lengths)
-    return TrainedStep(loss.item(), logits, gradients_of(model))
+    with torch.no_grad():
+        for row, lengths in zip(model(**batch.arguments).logits, ROWS, strict=True):
+            logits += row[: sum(lengths)].split(lengths)
+    return Step(loss.item(), logits, gradients_of(model))
 
 
 def lora_model(model_type: str) -> Any:

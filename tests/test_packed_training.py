@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import run_two
+from test_data_packing import Document
 from test_runs import facts
 from tiny_models import with_adapters
 from transformers import (
@@ -54,16 +55,6 @@ from sft_play.training.step_log import StepLog
 VOCABULARY, MAX_SEQ_LEN, SEED = 97, 64, 3
 CPU = torch.device("cpu")
 Change = Callable[[Batch], Batch]
-
-
-@dataclass(frozen=True)
-class Document:
-    """A sample as a store gives it."""
-
-    ids: list[int]
-    labels: list[int]
-    weights: list[float] | None = None
-    images: tuple = ()
 
 
 def documents(count: int) -> list[Document]:
