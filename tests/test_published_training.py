@@ -82,22 +82,16 @@ def step_gap(model_type: str, is_packed: bool, text_type: str | None = None) -> 
 
 # of layers that others of these types or tests/test_architectures.py have, too
 REPEATED = ("gemma4", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl", "glm4v", "kimi_k25")
-PEOPLES_AND_LONG = [long(name) if name in REPEATED else name for name in PEOPLES]
+STEPS = [
+    *(long(name, True, None) if name in REPEATED else (name, True, None) for name in PEOPLES),
+    ("mistral3", True, "ministral3"),
+    *((name, False, None) for name in ("gemma3", "qwen2_5_vl", "smolvlm")),  # padded rows
+]
 
 
-@pytest.mark.parametrize("model_type", PEOPLES_AND_LONG)
-def test_a_step_of_the_declared_class_is_that_of_plain_peft(model_type):
-    found = step_gap(model_type, is_packed=True)
-    assert found.is_rounding, found
-
-
-def test_so_is_one_of_ministral_3():
-    assert step_gap("mistral3", is_packed=True, text_type="ministral3").is_rounding
-
-
-@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl", "smolvlm"])
-def test_so_is_a_step_of_padded_rows(model_type):
-    found = step_gap(model_type, is_packed=False)
+@pytest.mark.parametrize("model_type, is_packed, text_type", STEPS)
+def test_a_step_of_the_declared_class_is_that_of_plain_peft(model_type, is_packed, text_type):
+    found = step_gap(model_type, is_packed, text_type)
     assert found.is_rounding, found
 
 
