@@ -1,4 +1,4 @@
-"""The learning rate and the update of each step are those of a few lines of plain torch.
+"""Rates and updates of each step are those of the optimizers' libraries, one tensor at a time.
 
 `make test` takes each schedule and each optimizer once. All of them with one another, on one rank
 and on two: -m long.
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-import bitsandbytes.functional as bnb
+import bitsandbytes.optim as bnb
 import pytest
 import torch
 from rank_processes import train_on_two
 from test_training_schedules import RATE, expected_rates
 from tiny_models import MODEL_TYPES, tiny_config
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import Adafactor, AutoModelForCausalLM, Trainer
 
 from sft_kernels.loss.head import summed_nll
 from sft_play.config.schema import TrainSection
@@ -41,102 +41,51 @@ DEFAULTS = {
 }
 ALL = [(schedule, optim) for schedule in SCHEDULES for optim in OPTIMIZERS]
 SAMPLE = [(SCHEDULES[n % len(SCHEDULES)], optim) for n, optim in enumerate(OPTIMIZERS)]
-# bitsandbytes keeps states of 4,096 numbers and more in 8 bits, those of embeddings in 32
-SMALLEST_IN_8_BITS, BLOCK = 4096, 256
 
 
 @dataclass
 class Oracle:
-    """An optimizer with clipped gradients, one tensor at a time."""
+    """The optimizer of its library with clipped gradients, one tensor at a time."""
 
     optim: str
     max_norm: float
     weight_decay: float
-    step: int = 0
-    moments: dict[str, list[Tensor]] = field(default_factory=dict)
+    optimizers: dict[str, torch.optim.Optimizer] = field(default_factory=dict)
 
     def updates(
         self, weights: dict[str, Tensor], gradients: dict[str, Tensor], rate: float
     ) -> dict[str, Tensor]:
         """Return what a step adds to each weight."""
-        self.step += 1
         norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
         scale = ((self.max_norm or math.inf) / (norm + 1e-6)).clamp(max=1.0)
         found = {}
         for name, gradient in gradients.items():
-            g = gradient * scale
-            decay = 0.0 if is_undecayed(name) else self.weight_decay
-            if self.optim == "sgd":
-                found[name] = -rate * (g + decay * weights[name])
-                continue
-            if self.optim == "muon" and g.ndim == 2 and not is_vocabulary(name):
-                found[name] = self.by_muon(name, weights[name], g, rate, decay)
-                continue
-            if self.optim == "adafactor":
-                found[name] = -rate * (self.by_adafactor(name, g) + decay * weights[name])
-                continue
-            if self.optim.startswith("lion"):
-                found[name] = -rate * (self.by_lion(name, g) + decay * weights[name])
-                continue
-            first, second = self.moments.get(name, [torch.zeros_like(g), torch.zeros_like(g)])
-            # rounded as by bitsandbytes: another last bit is another state in 8 bits
-            first = torch.add(0.9 * first, g, alpha=1 - 0.9)
-            second = torch.addcmul(0.999 * second, g, g, value=1 - 0.999)
-            change = first / (1 - 0.9**self.step)
-            change = change / ((second / (1 - 0.999**self.step)).sqrt() + 1e-8)
-            found[name] = -rate * (change + decay * weights[name])
-            self.moments[name] = [first, second]
-            if self.is_in_8_bits(name, g):
-                self.moments[name] = [in_8_bits(first, True), in_8_bits(second, False)]
+            if name not in self.optimizers:
+                self.optimizers[name] = self.optimizer_of(
+                    name, torch.nn.Parameter(gradient.clone())
+                )
+            (group,) = self.optimizers[name].param_groups
+            (own,) = group["params"]
+            own.data.copy_(weights[name])
+            own.grad, group["lr"] = gradient * scale, rate
+            self.optimizers[name].step()
+            found[name] = own.detach() - weights[name]
         return found
 
-    def is_in_8_bits(self, name: str, gradient: Tensor) -> bool:
-        is_large = gradient.numel() >= SMALLEST_IN_8_BITS
-        return "8bit" in self.optim and is_large and "embed" not in name
-
-    def by_lion(self, name: str, g: Tensor) -> Tensor:
-        """Return the update of Chen et al. 2023, algorithm 2."""
-        (moment,) = self.moments.get(name, [torch.zeros_like(g)])
-        change = (0.9 * moment + (1 - 0.9) * g).sign()
-        moment = 0.999 * moment + (1 - 0.999) * g
-        self.moments[name] = [in_8_bits(moment, True) if self.is_in_8_bits(name, g) else moment]
-        return change
-
-    def by_adafactor(self, name: str, g: Tensor) -> Tensor:
-        """Return the update of Shazeer and Stern 2018, algorithms 4 and 5, with beta1 = 0."""
-        decay = 1 - self.step**-0.8
-        square = g**2 + 1e-30
-        if g.ndim == 2:
-            means = [square.mean(dim=1), square.mean(dim=0)]
-        else:
-            means = [square]
-        old = self.moments.get(name, [torch.zeros_like(mean) for mean in means])
-        kept = [decay * a + (1 - decay) * b for a, b in zip(old, means, strict=True)]
-        self.moments[name] = kept
-        second = kept[0]
-        if g.ndim == 2:
-            second = torch.outer(kept[0], kept[1]) / kept[0].mean()
-        change = g / second.sqrt()
-        return change / (change.norm() / change.numel() ** 0.5).clamp(min=1.0)
-
-    def by_muon(self, name: str, weight: Tensor, g: Tensor, rate: float, decay: float) -> Tensor:
-        """Return what torch's Muon adds to a weight that it has by itself."""
-        own = torch.nn.Parameter(weight.clone())
-        own.grad = g
-        optimizer = torch.optim.Muon(
-            [own], rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"
-        )
-        optimizer.state[own]["momentum_buffer"] = self.moments.get(name, [torch.zeros_like(g)])[0]
-        optimizer.step()
-        self.moments[name] = [optimizer.state[own]["momentum_buffer"]]
-        return own.detach() - weight
-
-
-def in_8_bits(numbers: Tensor, signed: bool) -> Tensor:
-    """Return numbers as a state in 8 bits has them: each block of 256 has a scale."""
-    code = bnb.create_dynamic_map(signed)
-    packed, state = bnb.quantize_blockwise(numbers, code=code, blocksize=BLOCK)
-    return bnb.dequantize_blockwise(packed, state)
+    def optimizer_of(self, name: str, own: torch.nn.Parameter) -> torch.optim.Optimizer:
+        options: dict[str, Any] = {"weight_decay": 0.0 if is_undecayed(name) else self.weight_decay}
+        is_in_8_bits = "8bit" in self.optim and "embed" not in name
+        if self.optim == "sgd":
+            return torch.optim.SGD([own], **options)
+        if self.optim == "muon" and own.ndim == 2 and not is_vocabulary(name):
+            return torch.optim.Muon([own], adjust_lr_fn="match_rms_adamw", **options)
+        if self.optim == "adafactor":
+            options |= {"scale_parameter": False, "relative_step": False}
+            return Adafactor([own], lr=RATE, **options)
+        if self.optim.startswith("lion"):
+            kind = bnb.Lion8bit if is_in_8_bits else bnb.Lion
+            return kind([own], betas=(0.9, 0.999), **options)
+        return (bnb.AdamW8bit if is_in_8_bits else torch.optim.AdamW)([own], **options)
 
 
 def is_vocabulary(name: str) -> bool:
@@ -230,6 +179,7 @@ class Workshop:
         gradient_of = gradients_by_row(folder, self.base)
         steps_of_warmup = math.ceil(STEPS * warmup) if warmup < 1 else warmup
         rates = expected_rates(schedule, DEFAULTS.get(schedule), steps_of_warmup, STEPS)
+        bnb.GlobalOptimManager.get_instance().initialize()  # it knows tensors by their position
         oracle, worst = Oracle(optim, max_norm, weight_decay), [0.0, 0.0, 0.0]
         for number, step in enumerate(taken):
             rate = rates[number]
