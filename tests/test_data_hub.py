@@ -4,15 +4,14 @@ import io
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from loopback import Silent, served_by
 from record_files import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,7 +52,7 @@ FILES = {
 }
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Silent):
     """Serves FILES and a gated data set, owner/gated; it knows no other id."""
 
     def do_GET(self) -> None:
@@ -61,16 +60,14 @@ class Hub(BaseHTTPRequestHandler):
         name = "/".join(path.split("/")[:2])
         files, rest = FILES.get(name), path.removeprefix(f"{name}/")
         if files is None:
-            code = (403, "GatedRepo") if name == "owner/gated" else (404, "RepoNotFound")
-            self.answer(code[0], b"", **{"X-Error-Code": code[1]})
+            code, said = (403, "GatedRepo") if name == "owner/gated" else (404, "RepoNotFound")
+            self.answer(b"", code, X_Error_Code=said)
         elif not self.path.startswith("/api"):
             held = files.get(rest.removeprefix("resolve/").partition("/")[2])
-            headers = (
-                {"X-Error-Code": "EntryNotFound"}
-                if held is None
-                else {"ETag": f'"{hash(held)}"', "X-Repo-Commit": COMMIT}
-            )
-            self.answer(404 if held is None else 200, held or b"", **headers)
+            if held is None:
+                self.answer(b"", 404, X_Error_Code="EntryNotFound")
+            else:
+                self.answer(held, ETag=f'"{hash(held)}"', X_Repo_Commit=COMMIT)
         elif rest.startswith("tree/"):
             folder = rest.removeprefix(f"tree/{COMMIT}").removeprefix("/")
             listed = [
@@ -78,16 +75,13 @@ class Hub(BaseHTTPRequestHandler):
                 for path, held in files.items()
                 if path.startswith(folder)
             ]
-            self.answer(200, json.dumps(listed).encode()) if listed else self.answer(
-                404, b"", **{"X-Error-Code": "EntryNotFound"}
-            )
+            if listed:
+                self.answer(listed)
+            else:
+                self.answer(b"", 404, X_Error_Code="EntryNotFound")
         else:
-            self.answer(
-                200,
-                json.dumps(
-                    {"id": name, "sha": COMMIT, "siblings": [{"rfilename": path} for path in files]}
-                ).encode(),
-            )
+            siblings = [{"rfilename": path} for path in files]
+            self.answer({"id": name, "sha": COMMIT, "siblings": siblings})
 
     do_HEAD = do_GET
 
@@ -105,27 +99,13 @@ class Hub(BaseHTTPRequestHandler):
             for path in asked
             if any(held.startswith(f"{path}/") for held in files)
         ]
-        self.answer(200, json.dumps(known + folders).encode())
-
-    def answer(self, code: int, body: bytes, **headers: str) -> None:
-        self.send_response(code)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing."""
+        self.answer(known + folders)
 
 
 @pytest.fixture(scope="module")
 def hub() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with served_by(Hub) as url:
+        yield url
 
 
 def ask(entries: list[dict[str, str]], home: Path, **env: str) -> list[list[str]]:

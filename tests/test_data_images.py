@@ -5,13 +5,13 @@ import io
 import os
 from collections.abc import Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import datasets
 import pytest
+from loopback import Silent, served_by
 from PIL import Image
 from record_files import cases, format_of, read_rows, to_parquet, write_rows
 from transformers.image_utils import load_image
@@ -375,7 +375,7 @@ def server(folder) -> Iterator[tuple[str, list[str]]]:
     """A server of the folder's files; what it was asked for."""
     asked_for: list[str] = []
 
-    class Handler(SimpleHTTPRequestHandler):
+    class Handler(Silent, SimpleHTTPRequestHandler):
         def do_GET(self) -> None:
             asked_for.append(self.path)
             if self.path == "/moved.png":
@@ -385,13 +385,8 @@ def server(folder) -> Iterator[tuple[str, list[str]]]:
             else:
                 super().do_GET()
 
-        def log_message(self, *_: Any) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=folder)) as running:
-        Thread(target=running.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{running.server_address[1]}", asked_for
-        running.shutdown()
+    with served_by(partial(Handler, directory=folder)) as url:
+        yield url, asked_for
 
 
 def test_an_image_is_fetched_once_if_the_setting_says_so(server, folder):

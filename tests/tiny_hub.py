@@ -5,33 +5,18 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 
 from huggingface_hub import HfApi
+from loopback import Silent, served_by
 
 REPO = "me/desk"
 
 
-class TinyHub(BaseHTTPRequestHandler):
+class TinyHub(Silent):
     """Answers what a push asks; weights are listed as files of git-lfs."""
 
     files: dict[str, bytes]
     commits = 0
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _send(self, body: bytes, **headers: str) -> None:
-        self.send_response(200)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def _send_json(self, value: object) -> None:
-        self._send(json.dumps(value).encode(), Content_Type="application/json")
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -48,11 +33,11 @@ class TinyHub(BaseHTTPRequestHandler):
         if "/resolve/" in path:
             data = self.files[path.split("/", 5)[5]]
             digest = hashlib.sha1(data).hexdigest()
-            self._send(data, ETag=f'"{digest}"', X_Repo_Commit=sha)
+            self.answer(data, ETag=f'"{digest}"', X_Repo_Commit=sha)
         elif "/tree/" in path:
-            self._send_json([listed(name, data) for name, data in self.files.items()])
+            self.answer([listed(name, data) for name, data in self.files.items()])
         else:
-            self._send_json({"id": REPO, "private": True, "sha": sha, "siblings": []})
+            self.answer({"id": REPO, "private": True, "sha": sha, "siblings": []})
 
     do_HEAD = do_GET
 
@@ -61,7 +46,7 @@ class TinyHub(BaseHTTPRequestHandler):
         if "/preupload/" in self.path:
             asked = json.loads(body)["files"]
             answer = {"uploadMode": "regular", "shouldIgnore": False}
-            self._send_json({"files": [{"path": file["path"], **answer} for file in asked]})
+            self.answer({"files": [{"path": file["path"], **answer} for file in asked]})
         elif "/commit/" in self.path:
             hub = type(self)
             for line in map(json.loads, body.splitlines()):
@@ -72,9 +57,9 @@ class TinyHub(BaseHTTPRequestHandler):
                     del hub.files[value["path"]]
             hub.commits += 1
             url = f"http://127.0.0.1/{REPO}/commit/{hub.commits:040}"
-            self._send_json({"success": True, "commitOid": f"{hub.commits:040}", "commitUrl": url})
+            self.answer({"success": True, "commitOid": f"{hub.commits:040}", "commitUrl": url})
         else:
-            self._send_json({"url": f"http://127.0.0.1/{REPO}", "errors": [], "warnings": []})
+            self.answer({"url": f"http://127.0.0.1/{REPO}", "errors": [], "warnings": []})
 
 
 def listed(name: str, data: bytes) -> dict[str, object]:
@@ -89,10 +74,5 @@ def listed(name: str, data: bytes) -> dict[str, object]:
 def tiny_hub() -> Iterator[tuple[type[TinyHub], HfApi]]:
     """Serve an empty repository; yield what it has, and a client of it."""
     hub = type("Hub", (TinyHub,), {"files": {}})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), hub)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield hub, HfApi(endpoint=f"http://127.0.0.1:{server.server_port}", token="hf_not_a_token")
-    finally:
-        server.shutdown()
-        server.server_close()
+    with served_by(hub) as url:
+        yield hub, HfApi(endpoint=url, token="hf_not_a_token")

@@ -1,15 +1,14 @@
 """A small OpenAI-compatible server over plain transformers, with faults that a test plants."""
 
 import json
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import torch
+from loopback import Silent, served_by
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -31,8 +30,8 @@ class TinyServer:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.faults = faults or Faults()
 
-    def answer(self, path: str, asked: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Return the status and the body of an answer."""
+    def answer(self, path: str, asked: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+        """Return the body and the status of an answer."""
         if path == "/v1/chat/completions" and self.faults.has_chat:
             messages = asked["messages"]
             if self.faults.system_prompt:
@@ -42,13 +41,13 @@ class TinyServer:
             )["input_ids"]
             text, body = self.generate(list(ids), asked["max_tokens"])
             body["choices"][0]["message"] = {"role": "assistant", "content": text}
-            return 200, body
+            return body, 200
         if path == "/v1/completions":
             ids = self.tokenizer(asked["prompt"], add_special_tokens=False)["input_ids"]
             text, body = self.generate(ids, asked["max_tokens"])
             body["choices"][0]["text"] = text
-            return 200, body
-        return 404, {"error": "no such endpoint"}
+            return body, 200
+        return {"error": "no such endpoint"}, 404
 
     def generate(self, ids: list[int], limit: int) -> tuple[str, dict[str, Any]]:
         if self.faults.adds_token is not None:
@@ -70,32 +69,15 @@ class TinyServer:
         return text, {"choices": [{"finish_reason": reason}], "usage": {"prompt_tokens": len(ids)}}
 
 
-@contextmanager
-def serving(server: TinyServer) -> Iterator[str]:
-    """Yield the URL of a server on the loopback interface while it runs."""
+def serving(server: TinyServer) -> AbstractContextManager[str]:
+    """Return a context in which a server runs, with its URL."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Silent):
         def do_GET(self) -> None:
-            self.send(200, {"data": [{"id": "tiny"}]})
+            self.answer({"data": [{"id": "tiny"}]})
 
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self.send(*server.answer(self.path, asked))
+            self.answer(*server.answer(self.path, asked))
 
-        def send(self, status: int, body: dict[str, Any]) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *words: Any) -> None:
-            pass
-
-    http = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=http.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{http.server_port}"
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()
+    return served_by(Handler)
