@@ -1,13 +1,10 @@
 """The Triton kernels of float8 compute what their references do, in Triton's interpreter."""
 
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[1]
+from calls import outcome_of
 
 
 @pytest.mark.long
@@ -16,13 +13,7 @@ def test_the_gpus_kernels_compute_what_the_references_do():
 
     It rounds to float8 wrongly: numbers are compared before they are rounded.
     """
-    run = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    run = outcome_of([sys.executable, "-c", INTERPRETED], {**os.environ, "TRITON_INTERPRET": "1"})
     assert run.returncode == 0, run.stderr[-2000:]
 
 
@@ -49,12 +40,12 @@ rows[1, 3] = 1e5
 strided = torch.randn(6, 128)[:, :64]
 for x in (rows, rows.bfloat16(), rows[:, :48].contiguous(), strided, strided.t()):
     for columns in (None, torch.rand(x.shape[1]) + 0.1):
-        found, expected = kernels.quantize(x, columns), quantize_reference(x, columns)
+        found, expected = kernels.quantize_rows(x, columns), quantize_reference(x, columns)
         assert torch.equal(found.scales, expected.scales)
         assert torch.equal(bits(found.values), bits(expected.values))
 
 x = torch.randn(3, 64)
 x[1, 5], x[2, 7] = float("nan"), float("inf")
-found = kernels.quantize(x).values
+found = kernels.quantize_rows(x).values
 assert found.isnan().any(1).tolist() == [False, True, True]
 """
