@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from calls import outcome_of
 
 from sft_play.runs.folder import RunFolder
 
@@ -20,13 +21,8 @@ QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # two ranks on t
 def run_make(target: str, folder: Path, seconds: int, **variables: str) -> str:
     """Run a make target to its end, its run in `folder`; return what it printed."""
     words = {"TRAIN_OUTPUT_DIR": str(folder), "RUN": "run", "PY": sys.executable, **variables}
-    done = subprocess.run(
-        ["make", target, *(f"{name}={value}" for name, value in words.items())],
-        cwd=ROOT,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        timeout=seconds,
+    done = outcome_of(
+        ["make", target, *(f"{name}={value}" for name, value in words.items())], os.environ, seconds
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from calls import outcome_of
 
-ROOT = Path(__file__).resolve().parents[1]
 CONTAINER = ("unshare", "--pid", "--fork", "--mount-proc")  # with the name of its host
 # What psutil adds to the ticks since boot is moved, for one process and those below it
 MOVED_CLOCK = """
@@ -47,11 +47,4 @@ def run(
     words: Sequence[str], environ: Mapping[str, str] | None = None, seconds: float = 120
 ) -> subprocess.CompletedProcess[str]:
     """Run a command from the project's folder, with variables on top."""
-    return subprocess.run(
-        list(words),
-        cwd=ROOT,
-        env={**os.environ, **(environ or {})},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-    )
+    return outcome_of(words, {**os.environ, **(environ or {})}, seconds)

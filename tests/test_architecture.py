@@ -1,13 +1,13 @@
 """The rules of the house, read from the source of every module."""
 
 import ast
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from calls import outcome_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "sft_play"
@@ -346,14 +346,7 @@ for command in {commands!r}:
         "TRAIN_OUTPUT_DIR": str(tmp_path / "outputs"),
         "DATA_CACHE_DIR": str(tmp_path / "cache"),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = outcome_of([sys.executable, "-c", program], env, 60)
     assert done.returncode == 0, done.stderr
     found = [line for line in done.stdout.splitlines() if line.startswith("HEAVY ")]
     assert found == [f"HEAVY {loaded}"] * len(commands)

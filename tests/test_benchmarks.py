@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from calls import outcome_of
 from transformers import AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -226,7 +226,7 @@ def bench(module: str, folder: Path, *words: str) -> Results:
     command = [sys.executable, "-m", f"benchmarks.{module}", "--toy", "--results", str(path)]
     command += ["--folder", str(folder / "work"), *words]
     environ = clean_environment(os.environ)
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    done = outcome_of(command, environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return Results.read(path)
 

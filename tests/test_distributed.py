@@ -6,7 +6,6 @@ Slow: each launch imports torch twice.
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from calls import outcome_of
 from make_runs import QUIET, Launched
 from marks import long
 from rank_processes import SECONDS, start_rank, train_on_two, wait_for, work
@@ -287,14 +287,7 @@ def torchrun(*script: str, **environ: str) -> None:
         "2",
         *script,
     ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **QUIET, "PYTHONPATH": str(ROOT), **environ},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    done = outcome_of(command, {**os.environ, **QUIET, "PYTHONPATH": str(ROOT), **environ}, SECONDS)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 

@@ -4,11 +4,11 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import yaml
+from calls import outcome_of
 from conftest import ROOT
 
 from sft_play.config.schema import settings
@@ -100,12 +100,9 @@ def test_every_block_of_code_parses(path):
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
-    done = subprocess.run(
+    done = outcome_of(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
+        os.environ | {"NO_MKDOCS_2_WARNING": "1"},
     )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "site" / "index.html").exists()

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from calls import outcome_of
 from safetensors.torch import load_file, save_file
 from tiny_server import Faults, TinyServer, serving
 from transformers import (
@@ -353,14 +352,7 @@ def test_a_push_without_a_network_is_an_error_in_words(finished, exported, tmp_p
         "HF_HOME": str(tmp_path),
         "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "sft_play", "push"],
-        env=environ,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = outcome_of([sys.executable, "-m", "sft_play", "push"], environ, 60)
     assert done.returncode == 13 and "hf_not_a_token" not in done.stderr
     assert "REPO=a/b: the hub cannot be reached" in done.stderr
 

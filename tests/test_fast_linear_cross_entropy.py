@@ -1,14 +1,13 @@
 """The fused loss equals the plain loss: its value, its gradients, and in whole models."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from calls import outcome_of
 from marks import long
 from tiny_models import with_adapters
 from torch import nn
@@ -30,7 +29,6 @@ from sft_kernels.loss.linear_cross_entropy import (
 from sft_kernels.loss.tokens import labelled
 from sft_play.data.render import IGNORE_INDEX
 
-ROOT = Path(__file__).resolve().parents[1]
 TOKENS, HIDDEN, VOCABULARY = 300, 24, 97
 # float32 sums in another order: an error of 2^-24 for each of some dozens of additions
 CLOSE = 1e-6
@@ -358,12 +356,9 @@ def test_chunks_are_alike_and_within_their_bytes(tokens, vocabulary, itemsize):
 @pytest.mark.long
 def test_the_gpus_kernel_computes_what_the_cpu_does(dtype):
     """Run the kernel in Triton's interpreter, which must be set when a process starts."""
-    run = subprocess.run(
+    run = outcome_of(
         [sys.executable, "-c", INTERPRETED.format(dtype=dtype)],
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
+        {**os.environ, "TRITON_INTERPRET": "1"},
     )
     assert run.returncode == 0, run.stderr[-2000:]
 

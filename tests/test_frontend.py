@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import outcome_of
 from faults.front import PAYLOADS
 from front_end import Done, FrontEnd
 from typer.testing import CliRunner
@@ -134,14 +135,7 @@ def test_the_python_of_a_call_is_one_path(way, tmp_path):
     for number, payload in enumerate([*PAYLOADS, "touch {}", "{}/../bin/python -c pass"]):
         python = payload.format(tmp_path / str(number))
         words = ["PY=" + python] if way == "command line" else []
-        done = subprocess.run(
-            ["make", "plan", *words],
-            cwd=ROOT,
-            env=clean(PY=python),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        done = outcome_of(["make", "plan", *words], clean(PY=python), 60)
         assert done.returncode == 2
         assert "write the path of one Python program" in done.stderr
     assert os.listdir(tmp_path) == []

@@ -2,13 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from calls import outcome_of
 from make_runs import check_losses, losses
 
 from sft_play.plan.probe_fit import MeasuredFit, ProbePoint
@@ -16,7 +16,6 @@ from sft_play.plan.run_plan import read_plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.engine import create_accelerator
 
-ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
 ROWS, LONGEST = 64, 1024
 # lora fused and plain, qlora, and full in both optimizers whose steps differ in memory
@@ -96,9 +95,7 @@ def train(folder: Path, base: Path, rows: Path, **variables: str) -> dict[str, A
         **variables,
     }
     command = ["make", "train", *(f"{name}={value}" for name, value in words.items())]
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=500
-    )
+    done = outcome_of(command, os.environ, 500)
     run = folder / "run"
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     weights = load_file(

@@ -2,12 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from calls import outcome_of
 from published_models import write_published
 from safetensors import safe_open
 from tiny_models import GPU_SIZES
@@ -48,12 +48,9 @@ def test_a_composite_checkpoint_trains_is_reopened_and_merged(model_type, mode, 
 def run_command(words: list[str], **settings: str) -> None:
     """Run a command on the first visible GPU."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    done = subprocess.run(
+    done = outcome_of(
         [sys.executable, "-m", "sft_play", *words],
-        cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu, **settings},
-        capture_output=True,
-        text=True,
+        {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, **settings},
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

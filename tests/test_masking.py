@@ -2,18 +2,17 @@
 
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from calls import outcome_of
 
 from sft_play.config import loader
 from sft_play.errors import ConfigError
 from sft_play.masking import holds_credential, mask_secrets
 from sft_play.progress import VisibleFormatter
 
-ROOT = Path(__file__).resolve().parents[1]
 CANARY = "hf_CanaryCanaryCanary0123456789"
 
 
@@ -101,14 +100,7 @@ def test_a_canary_is_nowhere_in_a_run_nor_in_what_it_prints(tmp_path: Path) -> N
         "TRAIN_REPORT_TO": "tensorboard",
         "DEVICE": "cpu",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "sft_play", "train"],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = outcome_of([sys.executable, "-m", "sft_play", "train"], environ)
     assert done.returncode == 0, done.stderr
     assert CANARY not in done.stdout + done.stderr
     written = [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import psutil
 import pytest
-from conftest import ROOT
+from calls import outcome_of
 from run_files import run_json, variables_of
 
 from sft_play.errors import ConfigError, EnvironmentFault
@@ -166,9 +166,7 @@ def test_a_target_that_ends_in_tb_trains_with_tensorboard_beside_it(target, sett
     command = ["make", target, *(f"{name}={value}" for name, value in words.items())]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=400
-        )
+        done = outcome_of(command, environ, 400)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         assert run_json(RunFolder(tmp_path / "run"))["world_size"] == 2
         url = re.search(r"TensorBoard: (http://127\.0\.0\.1:\d+)", done.stdout)[1]

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from calls import outcome_of
 from rank_processes import start_rank, wait_for, work
 from run_files import run_json
 
 from sft_play.plan.launch import free_port
 from sft_play.runs.folder import RunFolder
 
-ROOT = Path(__file__).resolve().parents[1]
 COMMAND = f"{sys.executable} -m sft_play"
 TRAIN = (
     f"{COMMAND} train --config tests/fixtures/empty.yaml --set model.name=data/tiny_llama "
@@ -27,7 +27,7 @@ TRAIN = (
 def shell(line: str) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "DEVICE": "cpu"}
     bash = ["bash", "-c", f"set -o pipefail; {line}"]
-    return subprocess.run(bash, cwd=ROOT, env=environ, capture_output=True, text=True)
+    return outcome_of(bash, environ)
 
 
 def test_an_answer_that_cannot_be_printed_is_an_error_that_says_so() -> None:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from calls import outcome_of
 from marks import long
 
 from sft_play.runs.folder import ERROR_FILE, RunFolder, last_words, write_for_torchrun
@@ -44,7 +45,7 @@ def test_the_cause_of_a_run_is_below_what_its_launcher_prints(tmp_path):
     (tmp_path / "failing_launcher.py").write_text(failing)
     command = [sys.executable, "scripts/launch.py", str(folder.path), "failing_launcher"]
     environ = {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    done = outcome_of(command, environ)
     assert done.returncode == 1
     expected = f"RuntimeError: of the launcher\n\n{WORDS['failed']}\n".format(path=folder.path)
     assert done.stderr.endswith(expected), done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from calls import outcome_of
 from run_files import run_json, variables_of
 
 from sft_play.commands.call import read_call
@@ -18,7 +19,6 @@ from sft_play.commands.slurm import SlurmJob, script, slurm
 from sft_play.errors import ConfigError
 from sft_play.runs.folder import RunFolder
 
-ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 240
 # It runs the agent of each machine in a session of its own, and passes USR1 on to all their
 # processes, as Slurm does.
@@ -116,9 +116,7 @@ def cluster(tmp_path, settings_of, tiny_base) -> tuple[Path, dict[str, str]]:
     path = tmp_path / "job.sh"
     command = [sys.executable, "-m", "sft_play", "slurm"]
     environ |= {"OUT": str(path), "RUN": "mine", "NUM_GPUS": "1"}
-    made = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environ}, capture_output=True, text=True
-    )
+    made = outcome_of(command, {**os.environ, **environ})
     assert made.returncode == 0, made.stdout + made.stderr
     assert f"submit it with: sbatch {path}" in made.stdout
     of_job = {

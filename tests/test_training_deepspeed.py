@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from namespaces import CONTAINER, ROOT, needs_namespaces
+from calls import ROOT
+from namespaces import CONTAINER, needs_namespaces
 from rank_processes import train_on_two
 from run_files import plan_json
 

@@ -5,12 +5,12 @@ import os
 import re
 import resource
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from calls import outcome_of
 from marks import long
 from run_files import run_json
 
@@ -381,13 +381,7 @@ def test_the_refusal_on_the_command_line_takes_no_torch_and_leaves_no_run(
     ]
     command = [sys.executable, "-X", "importtime", "-m", "sft_play", "train", *words]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "DEVICE": "cpu", "CONFIG": str(NO_CONFIG)},
-        capture_output=True,
-        text=True,
-    )
+    done = outcome_of(command, {**os.environ, "DEVICE": "cpu", "CONFIG": str(NO_CONFIG)})
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == ExitClass.CHECKPOINT
     assert "exit class 12 (checkpoint)" in done.stderr
