@@ -10,15 +10,7 @@ from typing import NamedTuple
 from benchmarks.machine import Machine
 from benchmarks.results import Result, Results
 from benchmarks.verdict import MIN_FALL, fall
-from benchmarks.workloads import (
-    ARMS,
-    OUR_ARM,
-    SCALED,
-    TOY,
-    WORKLOADS,
-    Workload,
-    find_workload,
-)
+from benchmarks.workloads import ARMS, OUR_ARM, SCALED, TOY, WORKLOADS, Workload, find_workload
 from sft_play.plan.cards import CARDS
 
 NO_FLASH = "flash-attn was not installed. With it, the packed paths of TRL and Unsloth are faster."

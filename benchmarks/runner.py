@@ -21,13 +21,7 @@ from benchmarks.peer import REFERENCE, Job
 from benchmarks.processes import clean_environment, fresh_folder, run_limited
 from benchmarks.results import Reference, Result, Results, read_as, write_as
 from benchmarks.samples import Inputs, Samples, make_inputs
-from benchmarks.verdict import (
-    COMPARED_STEPS,
-    MAX_DEVIATION,
-    MAX_ROUNDING,
-    check_run,
-    deviation,
-)
+from benchmarks.verdict import COMPARED_STEPS, MAX_DEVIATION, MAX_ROUNDING, check_run, deviation
 from benchmarks.workloads import LORA_RANK, NO_REFERENCE, OUR_ARM, Arm, Attempt, Case, Workload
 from sft_play.config.schema import Config
 from sft_play.plan.counting import load_counted_shape

@@ -12,14 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.inputs import (
-    WordCount,
-    chat_rows,
-    fixed_rows,
-    image_rows,
-    make_model,
-    ragged_rows,
-)
+from benchmarks.inputs import WordCount, chat_rows, fixed_rows, image_rows, make_model, ragged_rows
 from benchmarks.workloads import NO_REFERENCE, SEED, TOY, Workload
 
 HELD_OUT_ROWS = 4

@@ -59,10 +59,7 @@ def answer(
     device = model.get_input_embeddings().weight.device  # also of a model that is split
     batch = tokenizer(prompts, padding=True, return_tensors="pt").to(device)
     ids = model.generate(
-        **batch,
-        max_new_tokens=MAX_NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=tokenizer.pad_token_id,
+        **batch, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id
     )
     return tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 

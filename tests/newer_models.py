@@ -15,11 +15,7 @@ def newer_fields(sizes: "Sizes") -> dict[str, dict[str, Any]]:
     """Return the config fields of each type that differ from `Sizes.common`."""
     window = {"sliding_window": sizes.window}
     both = {**window, "layer_types": ["sliding_attention", "full_attention"]}
-    routed = {
-        "moe_intermediate_size": sizes.expert,
-        "num_experts_per_tok": 2,
-        "num_experts": 6,
-    }
+    routed = {"moe_intermediate_size": sizes.expert, "num_experts_per_tok": 2, "num_experts": 6}
     shared = {**routed, "shared_expert_intermediate_size": sizes.expert}
     latent = {
         "num_key_value_heads": 4,

@@ -3,12 +3,7 @@
 import numpy as np
 
 from sft_play.data.ledger import EqualRows, Ledger, LengthPercentiles, SplitLedger, Tally
-from sft_play.data.preview import (
-    PreviewDocument,
-    PreviewSequence,
-    SpanFinder,
-    TokenSpan,
-)
+from sft_play.data.preview import PreviewDocument, PreviewSequence, SpanFinder, TokenSpan
 from sft_play.data.render import IGNORE_INDEX
 from sft_play.data.store import Sample
 

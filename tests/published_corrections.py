@@ -168,7 +168,7 @@ def class_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
         },
         "Granite4VisionTextConfig": {"attention_multiplier": 0.3, "residual_multiplier": 0.5},
         "HunYuanVLTextConfig": {
-            "rope_parameters": {**rope, "mrope_section": [sizes.head // 8] * 4},
+            "rope_parameters": {**rope, "mrope_section": [sizes.head // 8] * 4}
         },
         "HunYuanVLVisionConfig": {"max_image_size": IMAGE_SIZE, "min_image_size": PATCH_SIZE},
         "InklingAudioConfig": {"mel_vocab_size": 8, "n_mel_bins": 8},

@@ -39,7 +39,7 @@ FLAT_CONFIG = {"qwen2_vl", "qwen2_5_vl"}
 REPEATED_TEMPLATES = {"gemma3", "qwen2_vl", "qwen2_5_vl"}
 # Published repositories that have it in chat_template.json alone
 JSON_TEMPLATES = {
-    *("mistral3", "smolvlm", "idefics3", "llava", "llava_next", "llava_onevision", "mllama"),
+    *("mistral3", "smolvlm", "idefics3", "llava", "llava_next", "llava_onevision", "mllama")
 }
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -330,7 +330,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
             },
             "image_seq_length": 70,
             "processor_class": "Gemma4Processor",
-        },
+        }
     },
     "lfm2_vl": {
         "preprocessor_config.json": {

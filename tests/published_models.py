@@ -68,11 +68,9 @@ INTERMEDIATE = {
     *("projection_intermediate_size", "share_expert_dim", "merged_hidden_size"),
 }
 EXPERT_SIZES = {
-    *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
 }
-EXPERTS = {
-    *("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
-}
+EXPERTS = {*("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")}
 LAYERS = {
     *("num_hidden_layers", "depth", "num_layers", "encoder_layers", "decoder_layers"),
     *("num_decoder_layers", "num_global_layers", "n_layers", "conf_num_hidden_layers"),

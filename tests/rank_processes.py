@@ -112,10 +112,7 @@ def start_rank(
 
 
 def start_command(
-    words: Sequence[str],
-    environ: Mapping[str, str],
-    output: Path,
-    prepare: Target | None = None,
+    words: Sequence[str], environ: Mapping[str, str], output: Path, prepare: Target | None = None
 ) -> BaseProcess:
     """Start `python -m sft_play`, in a session of its own, with these words and no other variables.
 

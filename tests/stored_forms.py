@@ -166,7 +166,6 @@ def mxfp4(folder: Path) -> Path:
         torch.manual_seed(0)
         change_tensors(folder, experts_in_mxfp4)
     change_config(
-        folder,
-        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+        folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     )
     return folder

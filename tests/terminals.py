@@ -35,10 +35,7 @@ class Terminal:
     """A command of the command line in a process with a terminal of its own."""
 
     def __init__(
-        self,
-        words: list[str],
-        environ: dict[str, str],
-        prepare: Callable[[], None] = lambda: None,
+        self, words: list[str], environ: dict[str, str], prepare: Callable[[], None] = lambda: None
     ) -> None:
         self.shown = ""
         self.pid, self.master = pty.fork()

@@ -18,13 +18,7 @@ NOTEBOOK = Path(__file__).parent / "notebooks" / "plain.ipynb"
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["compare", "name", "path"],
-        ["slurm"],
-        ["init"],
-        ["preview", "--page"],
-        ["convert-notebook"],
-    ],
+    [["compare", "name", "path"], ["slurm"], ["init"], ["preview", "--page"], ["convert-notebook"]],
     ids=lambda words: words[0],
 )
 def test_a_file_at_out_stays_without_overwrite(finished, tmp_path, words):

@@ -62,11 +62,7 @@ def test_a_run_that_failed_in_its_rows_does_not_keep_its_name(tmp_path, capsys):
         ("failed", "checkpoints/checkpoint-2", {}),
         ("stopped", "model", {"global_step": 0}),
         ("planned", None, {}),
-        (
-            "planned",
-            None,
-            {"launcher_pid": os.getpid(), "started_at": "2099-01-01T00:00:00"},
-        ),
+        ("planned", None, {"launcher_pid": os.getpid(), "started_at": "2099-01-01T00:00:00"}),
         ("running", None, {"pid": os.getpid(), "started_at": "2099-01-01T00:00:00"}),
     ],
 )

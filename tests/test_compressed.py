@@ -33,8 +33,7 @@ def weight(dtype: torch.dtype, rows: int = 24, inputs: int = 256) -> torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [*itertools.product(KINDS, [torch.bfloat16]), ("fp8", torch.float16)],
+    ("kind", "dtype"), [*itertools.product(KINDS, [torch.bfloat16]), ("fp8", torch.float16)]
 )
 def test_a_weight_is_rounded_to_what_the_files_are_read_as(kind, dtype) -> None:
     scheme = rounding(kind).scheme

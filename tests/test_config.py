@@ -190,9 +190,7 @@ def test_a_variable_is_read_by_the_type_of_its_setting(name, text, wanted):
     assert (got, type(got)) == (wanted, type(wanted))
 
 
-def test_overrides_are_read_like_variables_and_a_bare_load_reads_no_environment(
-    monkeypatch,
-):
+def test_overrides_are_read_like_variables_and_a_bare_load_reads_no_environment(monkeypatch):
     monkeypatch.setenv("TRAIN_SEED", "7")
     assert environment()["TRAIN_SEED"] == "7"
     loaded = load_merged(
@@ -246,9 +244,7 @@ def test_a_shipped_config_has_every_value_of_its_printed_block(name):
     assert set(shipped) - set(leaves(PRINTED / f"{name}.yaml")) <= added
 
 
-def test_each_printed_alternative_loads_and_all_at_once_are_refused_with_both_lines(
-    folder,
-):
+def test_each_printed_alternative_loads_and_all_at_once_are_refused_with_both_lines(folder):
     text = (PRINTED / "size_scaling.yaml").read_text()
     loaded = []
     for number, block in enumerate(re.split(r"\n\n", text)):

@@ -24,10 +24,7 @@ ODD_TEXTS = [
     "!a", "{a", "[a", "'", '"', "%a", "@a", "`a", " a ", "é\u2028", "a\nb\n", "a\tb", "\\n", "?",
     ":",
 ]  # fmt: skip
-SEEDS = [
-    *range(8),
-    *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 100)),
-]
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 100))]
 
 
 def random_text(dice: random.Random) -> str:

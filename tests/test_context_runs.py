@@ -106,13 +106,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(finished):
 
 
 @pytest.mark.parametrize(
-    "strategy, mode",
-    [
-        ("fsdp", "full"),
-        ("fsdp", "lora"),
-        ("zero2", "lora"),
-        ("ddp", "qlora"),
-    ],
+    "strategy, mode", [("fsdp", "full"), ("fsdp", "lora"), ("zero2", "lora"), ("ddp", "qlora")]
 )
 @pytest.mark.long
 def test_mlps_in_tiles_train_as_whole_ones(finished, strategy, mode, losses_of):

@@ -162,11 +162,7 @@ ZIP = b"PK\x03\x04"
 PAGE = b"<!DOCTYPE html>\n<html></html>"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
 OTHER_CONTENTS = [
-    (
-        "a.jsonl",
-        packed(LINE),
-        "compressed (gzip); rename it to a.jsonl.gz, or unpack it",
-    ),
+    ("a.jsonl", packed(LINE), "compressed (gzip); rename it to a.jsonl.gz, or unpack it"),
     ("a.jsonl.gz", zstd(LINE), "compressed (zstd); rename it to a.jsonl.zst, or unpack it"),
     ("a.parquet", packed(PARQUET), "mv {0} {0}.gz && gzip -d {0}.gz"),
     ("a.csv", lzma.compress(LINE), "compressed (xz); unpack it: mv {0} {0}.xz && xz -d {0}.xz"),

@@ -150,9 +150,7 @@ TURNS = [("developer", "Be brief."), ("system", "Be kind."), ("user", "Hi."), ("
          ("assistant", "Yes."), ("assistant", "I am.")]  # fmt: skip
 
 
-def test_turns_that_a_template_refuses_are_joined_by_the_command_of_the_error(
-    tmp_path,
-):
+def test_turns_that_a_template_refuses_are_joined_by_the_command_of_the_error(tmp_path):
     path = tmp_path / "rows.jsonl"
     turns = [{"role": role, "content": content} for role, content in TURNS]
     path.write_text((json.dumps({"messages": turns}) + "\n") * 6)

@@ -93,11 +93,7 @@ def test_blanks_around_the_names_of_columns_are_no_part_of_them(tmp_path):
 @pytest.mark.parametrize(
     ("name", "data", "places"),
     [
-        (
-            "a.csv",
-            b'question,answer\r\n\r\n"two\r\nlines",a\r\n,\r\nq,a\r\n',
-            [":3", ":5", ":6"],
-        ),
+        ("a.csv", b'question,answer\r\n\r\n"two\r\nlines",a\r\n,\r\nq,a\r\n', [":3", ":5", ":6"]),
         ("a.jsonl", LINE[:-1] + b"\r\n\r\n  \n" + LINE, [":1", ":4"]),
         ("a.json", b"[" + LINE + b"," + LINE + b"]", ["[0]", "[1]"]),
     ],

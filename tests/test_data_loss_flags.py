@@ -108,9 +108,7 @@ REFUSING = tokenizer(  # as Gemma's and Mistral's own
 def test_a_greeting_is_context_or_left_out_and_counted(tmp_path):
     greeting = [turn("assistant", "Hello."), turn("user", "q"), turn("assistant", "a")]
     path = write_rows(
-        tmp_path / "a.jsonl",
-        {"messages": greeting},
-        {"messages": [turn("system", "s"), *greeting]},
+        tmp_path / "a.jsonl", {"messages": greeting}, {"messages": [turn("system", "s"), *greeting]}
     )
     kept = tokenize(path, family("chatml"))
     assert kept.tally.untrained == {"greeting": 2}

@@ -54,9 +54,7 @@ def test_rows_that_datasets_saved_to_disk_are_read(tmp_path):
         found(tmp_path / "three")
 
 
-def test_a_folder_without_rows_or_with_files_that_would_be_left_out_is_refused(
-    tmp_path,
-):
+def test_a_folder_without_rows_or_with_files_that_would_be_left_out_is_refused(tmp_path):
     with pytest.raises(DataError, match="no data file"):
         found(tmp_path)
     (tmp_path / "a.jsonl").touch()

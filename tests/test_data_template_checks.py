@@ -19,9 +19,7 @@ from renderings import (
     writes,
 )
 
-from sft_play.data.render import (
-    render_prompt,
-)
+from sft_play.data.render import render_prompt
 from sft_play.data.rows import Message, Row
 
 MUTANTS = {

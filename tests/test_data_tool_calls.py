@@ -7,9 +7,7 @@ from families import LLAMA3_WORDS, family, tokenizer
 from renderings import CHATML, WRITES, error_of, samples_of, trained
 
 from sft_play.data.messages import parse_conversation
-from sft_play.data.render import (
-    render_prompt,
-)
+from sft_play.data.render import render_prompt
 from sft_play.data.rows import Row
 
 TOOLS = (

@@ -62,9 +62,7 @@ def test_the_size_that_a_sheet_claims_and_a_far_row_cost_nothing(tmp_path):
         assert records(path) == [{"question": "q", "answer": "a"}]
 
 
-def test_a_formula_has_the_value_that_was_saved_with_it_and_none_is_a_bad_row(
-    tmp_path,
-):
+def test_a_formula_has_the_value_that_was_saved_with_it_and_none_is_a_bad_row(tmp_path):
     saved = row(text("q"), '<c t="str"><f>A1</f><v>a</v></c>')
     path = write_workbook(tmp_path / "a.xlsx", saved)
     assert records(path) == [{"question": "q", "answer": "a"}]

@@ -188,12 +188,7 @@ def test_other_formats_are_written_with_a_warning(delivered, monkeypatch, losses
 
 @pytest.mark.parametrize(
     ("strategy", "mode"),
-    [
-        ("ddp", "lora"),
-        long("fsdp", "lora"),
-        long("fsdp", "full"),
-        long("zero2", "lora"),
-    ],
+    [("ddp", "lora"), long("fsdp", "lora"), long("fsdp", "full"), long("zero2", "lora")],
 )
 @pytest.mark.slow
 def test_ranks_train_as_one_process_does(delivered, plan_run, strategy, mode, losses_of):

@@ -17,11 +17,7 @@ from sft_play.errors import CheckpointError, ConfigError
 from sft_play.evaluation.reopened import EXACT, Reopened
 from sft_play.inference import exported as parity
 from sft_play.inference.export import export_run
-from sft_play.inference.export_compressed import (
-    KINDS,
-    CompressedScores,
-    compress_folder,
-)
+from sft_play.inference.export_compressed import KINDS, CompressedScores, compress_folder
 from sft_play.inference.improvement import Losses, interval
 from sft_play.models.compressed import Rounding
 from sft_play.models.experts import expert_weights

@@ -12,12 +12,7 @@ from interpreted_kernels import interpreted
 from marks import long
 
 from sft_kernels.linears import adapter_gradients
-from sft_kernels.linears.products import (
-    AdaptedLinear,
-    BoundLinears,
-    FrozenLinear,
-    LinearAdapter,
-)
+from sft_kernels.linears.products import AdaptedLinear, BoundLinears, FrozenLinear, LinearAdapter
 
 SCALE = 2.5
 

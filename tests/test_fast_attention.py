@@ -16,11 +16,7 @@ from sft_kernels.attention.forward import remove_mask
 from sft_kernels.attention.kernels import attend
 from sft_kernels.attention.reference import Scoring
 from sft_kernels.boundaries import Documents, TreeRows
-from sft_kernels.packed import (
-    UNMASKED,
-    PackedDocuments,
-    is_unmasked,
-)
+from sft_kernels.packed import UNMASKED, PackedDocuments, is_unmasked
 from sft_kernels.trees import Branch, lay_out
 
 ROWS, TOKENS, HEADS, FEATURES = 2, 24, 4, 8

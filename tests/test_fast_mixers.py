@@ -23,17 +23,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sft_kernels import packed as by_document
-from sft_kernels.capture import LENGTHS
 from sft_kernels.boundaries import Documents
+from sft_kernels.capture import LENGTHS
 from sft_kernels.mixers import forward as mixer_forward
 from sft_kernels.mixers import indices
 from sft_kernels.mixers import install as mixer_install
-from sft_kernels.mixers.install import (
-    find_mixers,
-    hiding_documents,
-    install_mixers,
-    likely_mixers,
-)
+from sft_kernels.mixers.install import find_mixers, hiding_documents, install_mixers, likely_mixers
 from sft_kernels.norms import install as norms_install
 from sft_kernels.norms.residual import epsilon
 from sft_kernels.packed import UNMASKED

@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from sft_kernels.linears.adapter_gradients import fit_one_pass
-from sft_kernels.linears.products import (
-    AdaptedLinear,
-    BoundLinears,
-    LinearAdapter,
-)
+from sft_kernels.linears.products import AdaptedLinear, BoundLinears, LinearAdapter
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

@@ -109,13 +109,7 @@ def test_a_tokenizer_that_does_not_end_is_left_in_words(name, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("r", 10**9),
-        ("r", "8"),
-        ("target_modules", [1]),
-        ("modules_to_save", ".*"),
-    ],
+    ("key", "value"), [("r", 10**9), ("r", "8"), ("target_modules", [1]), ("modules_to_save", ".*")]
 )
 def test_an_adapter_whose_config_has_other_values_is_refused(key, value, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", key: value}))

@@ -165,9 +165,7 @@ def test_what_cannot_train_them_is_refused(place, plan_run, changes, words):
 
 
 @pytest.mark.parametrize(
-    "opening",
-    [opening_here, long(contextlib.nullcontext)],
-    ids=["here", "in a process of its own"],
+    "opening", [opening_here, long(contextlib.nullcontext)], ids=["here", "in a process of its own"]
 )
 def test_encoders_of_a_base_in_4_bits_are_whole_for_whoever_opens_it(
     place, tokenizer, plan_run, run_worker, tmp_path, opening

@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="there is no Triton for this system")
 
 from kernel_compiler import compiling_for
 
+from sft_kernels.e4m3 import rows as float8_kernels
 from sft_kernels.experts import grouped_kernels
 from sft_kernels.experts import kernels as experts
-from sft_kernels.e4m3 import rows as float8_kernels
 from sft_kernels.linears import adapter_gradients
 from sft_kernels.linears import four_bit as packed_weights
 from sft_kernels.linears import glu as gated

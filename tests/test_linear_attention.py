@@ -13,12 +13,7 @@ from tiny_models import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sft_kernels import linear_attention
-from sft_kernels.linear_attention import (
-    bind_by_device,
-    torch_code,
-    uses_fla,
-    why_no_fla,
-)
+from sft_kernels.linear_attention import bind_by_device, torch_code, uses_fla, why_no_fla
 from sft_kernels.triton_kernels import tracing_gpu
 from sft_play.models.architecture import encoders_of
 

@@ -140,14 +140,7 @@ def test_inputs_follow_an_embedding_that_is_not_on_the_first_device(base_of) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "lora",
-        long("qlora"),
-        long("full"),
-    ],
-)
+@pytest.mark.parametrize("mode", ["lora", long("qlora"), long("full")])
 def test_a_placed_model_trains_and_resumes_as_a_whole_one(
     train_run, plan_run, run_worker, taught_base, mode: str
 ) -> None:

@@ -22,14 +22,7 @@ from sft_play.plan import cards
 from sft_play.plan.cards import CARDS, key_of, parse_hardware
 from sft_play.plan.config_json import known_models
 from sft_play.plan.model_shape import ModelShape, shape_of
-from sft_play.plan.speed import (
-    LABELLED,
-    OVERHEAD_TOKENS,
-    Speed,
-    StepWork,
-    fixed_tokens,
-    predict,
-)
+from sft_play.plan.speed import LABELLED, OVERHEAD_TOKENS, Speed, StepWork, fixed_tokens, predict
 from sft_play.plan.step import Adapters, Layout
 
 ONE_B = load_shape("meta-llama/Llama-3.2-1B-Instruct", None, {})

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from architecture_steps import (
-    Gap,
-    adapted,
-    fused,
-    gap,
-    reference_step,
-    settings,
-    trained_step,
-)
+from architecture_steps import Gap, adapted, fused, gap, reference_step, settings, trained_step
 from marks import long
 from published_files import weight_files
 from published_models import (
@@ -45,7 +37,7 @@ REFUSED = {
         *("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "pi0"),
         *("pix2struct", "pp_formulanet", "qwen2_5_omni", "qwen3_omni_moe", "t5gemma2"),
         "voxtral_realtime",
-    ),
+    )
 }
 # Their text pass is none that rows of text can train: a random canvas, codes of sound, one token,
 # a prompt that is read in both directions, boxes

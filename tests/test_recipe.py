@@ -90,8 +90,7 @@ def test_the_learning_rate_follows_from_mode_size_and_optimizer(mode, parameters
 
 
 @pytest.mark.parametrize(
-    ("rows", "epochs"),
-    [(1, 10), (500, 7), (8_333, 3), (8_334, 2), (10**6, 1)],
+    ("rows", "epochs"), [(1, 10), (500, 7), (8_333, 3), (8_334, 2), (10**6, 1)]
 )
 def test_few_rows_are_seen_more_often(rows, epochs):
     assert recipe.choose_epochs(RowFacts(rows, (10,))).value == epochs

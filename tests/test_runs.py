@@ -206,9 +206,7 @@ def stamped(folder: Path, settings: Config | None = None) -> Path:
     return folder
 
 
-def test_weights_in_use_over_another_base_are_refused_without_a_word_of_resuming(
-    tmp_path,
-):
+def test_weights_in_use_over_another_base_are_refused_without_a_word_of_resuming(tmp_path):
     folder = stamped(tmp_path / "c")
     now = stamp.wanted_stamp(Config())
     assert stamp.stamp_of_base(folder, now).backend == "bnb"

@@ -186,9 +186,7 @@ def test_a_signal_at_any_moment_of_the_tokenizers_start_ends_it():
         assert not front_end.is_alive(), moment
 
 
-def test_a_process_ends_with_the_one_that_started_it_where_the_system_does_not_say_so(
-    monkeypatch,
-):
+def test_a_process_ends_with_the_one_that_started_it_where_the_system_does_not_say_so(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
 
     def start_one() -> None:

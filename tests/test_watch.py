@@ -143,10 +143,7 @@ def test_text_of_a_run_cannot_steer_the_terminal():
 
 
 def test_a_curve_falls_from_left_to_right():
-    assert curve([4.0, 3.0, 2.0, 0.0], width=4, height=2) == [
-        "       4 ┤█▄▁ ",
-        "       0 ┤███▁",
-    ]
+    assert curve([4.0, 3.0, 2.0, 0.0], width=4, height=2) == ["       4 ┤█▄▁ ", "       0 ┤███▁"]
     assert curve([1.0], width=4, height=1) == ["       1 ┤▁"]
     assert bar(2.0, 4) == "████" and bar(0.0, 4) == "░░░░"
 

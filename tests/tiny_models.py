@@ -292,11 +292,7 @@ def _expert_fields(sizes: Sizes) -> dict[str, dict[str, Any]]:
             "routed_scaling_factor": 1.7,
             "use_qk_norm": True,
         },
-        "granitemoe": {
-            **SCALES,
-            "num_local_experts": 6,
-            "num_experts_per_tok": 2,
-        },
+        "granitemoe": {**SCALES, "num_local_experts": 6, "num_experts_per_tok": 2},
         "ernie4_5_moe": {
             "moe_intermediate_size": sizes.expert,
             "moe_k": 2,

@@ -13,12 +13,7 @@ from sft_play.models.fake_model import load_architecture
 from sft_play.models.structure import count_structure
 from sft_play.models.trace import answer
 from sft_play.plan.config_json import KNOWN, is_composite
-from sft_play.plan.counting import (
-    KNOWN_SETTINGS,
-    KNOWN_TRACES,
-    known_setting,
-    traced_settings,
-)
+from sft_play.plan.counting import KNOWN_SETTINGS, KNOWN_TRACES, known_setting, traced_settings
 from sft_play.plan.model_shape import LLAMA_LIKE
 from sft_play.plan.structure import structure_as_json, structure_from_json
 from sft_play.runs.files import write_text

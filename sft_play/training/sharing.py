@@ -20,10 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def share_or_separate(
-    context: RunContext,
-    model: nn.Module,
-    data: RunData,
-    recorder: RunRecorder,
+    context: RunContext, model: nn.Module, data: RunData, recorder: RunRecorder
 ) -> None:
     """Plan separate samples if the model cannot keep branches apart, and log why.
 

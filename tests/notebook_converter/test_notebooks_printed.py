@@ -119,13 +119,7 @@ def load(text: str) -> dict[str, Any]:
     ],
 )
 def test_the_load_gets_a_map_on_several_gpus_alone(
-    reserved,
-    local_rank,
-    device_map,
-    words,
-    gpus,
-    capsys,
-    monkeypatch,
+    reserved, local_rank, device_map, words, gpus, capsys, monkeypatch
 ):
     gpus(reserved)
     if local_rank is not None:

@@ -51,13 +51,7 @@ SIDE_BY_SIDE: tuple[tuple[str, ...], ...] = (
     ),
     ("train.epochs", "num_epochs", "num_train_epochs", "num_train_epochs", "num_train_epochs"),
     ("train.max_steps", "max_steps", "max_steps", "max_steps", "max_steps"),
-    (
-        "train.learning_rate",
-        "learning_rate",
-        "learning_rate",
-        "learning_rate",
-        "learning_rate",
-    ),
+    ("train.learning_rate", "learning_rate", "learning_rate", "learning_rate", "learning_rate"),
     (
         "train.lr_scheduler_type",
         "lr_scheduler",
