@@ -1,7 +1,7 @@
 """How large the library may be, package by package, and how much Python a training step may run.
 
-Each package has 1 % of slack over its size of 2026-11-28, so that a fix need not be squeezed; trees
-of samples (data, models, training) came after. A feature that needs more says so in the commit that raises a number.
+Each package has 1 % of slack over its size of 2026-11-29, so that a fix need not be squeezed. A feature
+that needs more says so in the commit that raises a number.
 """
 
 import ast
@@ -33,26 +33,27 @@ from sft_play.data.sources import find_sources
 from sft_play.models.fast import install_fused_kernels
 
 PACKAGE = Path(__file__).resolve().parents[1] / "sft_play"
+OURS = f"{PACKAGE}/", f"{PACKAGE.parent}/sft_kernels/"
 # Python tokens without comments and docstrings; "." is what lies in no package
 TOKENS = {
-    ".": 11_220,
-    "commands": 20_710,
+    ".": 10_690,
+    "commands": 20_550,
     "compat": 1_270,
-    "config": 24_990,
-    "data": 75_000,
+    "config": 24_950,
+    "data": 74_300,
     "evaluation": 12_710,
     "inference": 21_050,
-    "models": 103_200,
-    "monitor": 7_920,
+    "models": 44_340,
+    "monitor": 7_850,
     "notebook_converter": 10_840,
-    "plan": 49_180,
-    "reporting": 10_980,
+    "plan": 48_710,
+    "reporting": 10_460,
     "runs": 16_530,
     "sft_kernels": 62_000,
-    "training": 47_700,
+    "training": 47_550,
 }
 FILES = 345
-FUNCTIONS = 3_970
+FUNCTIONS = 3_960
 # of ours, in a micro-batch of the tiny model with adapters on all linears
 CALLS = 610
 CALLED_FUNCTIONS = 60
@@ -121,7 +122,7 @@ def counting_calls() -> Iterator[Counter[tuple[str, str]]]:
 
     def count(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        is_ours = code.co_filename.startswith(f"{PACKAGE}/")
+        is_ours = code.co_filename.startswith(OURS)
         if event == "call" and is_ours and code.co_name not in INLINED:
             calls[(code.co_filename, code.co_qualname)] += 1
 

@@ -399,7 +399,7 @@ def test_the_user_has_the_last_word():
     eager = settings().model.model_copy(update={"attn_implementation": "eager"})
     chosen = settings().model_copy(update={"model": eager})
     installed = install_fused_kernels(model, chosen, Process.alone(CPU))
-    assert installed.off["attention"] == "model.attn_implementation=eager"
+    assert installed.off["attention"] == "attn_implementation=eager"
 
 
 def test_an_architecture_of_another_structure_fuses_what_fits():

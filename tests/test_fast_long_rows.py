@@ -31,7 +31,7 @@ def test_the_queries_of_long_rows_are_within_what_the_kernels_index():
     heads, features = 32, 128
     assert 2 * LONG * heads * features < MAX_ELEMENTS
     query = torch.empty(1, device="meta").expand(4 * LONG, heads, features)
-    with pytest.raises(AssertionError, match="smaller MODEL_MAX_SEQ_LEN"):
+    with pytest.raises(AssertionError, match="smaller batches or shorter rows"):
         attention_kernels._in_16_bits(query, query, query)
 
 

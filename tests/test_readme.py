@@ -168,6 +168,8 @@ NOT_RUN = {
         "make bench-scaling",
         "make train MODEL_NAME=Qwen/Qwen2.5-3B TUNING_MODE=qlora",
         "make train MODEL_NAME=Qwen/Qwen2.5-7B TUNING_MODE=qlora",
+        "make train MODEL_NAME=Qwen/Qwen2.5-32B TUNING_MODE=qlora",
+        "make train MODEL_NAME=meta-llama/Llama-3.1-70B TUNING_MODE=qlora",
         "make train MODEL_NAME=google/gemma-3-27b-it TUNING_MODE=qlora",
         "make train MODEL_NAME=/models/llama-8b",
         "make train-deepspeed",
