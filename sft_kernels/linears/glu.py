@@ -33,11 +33,8 @@ def activation_of(module: nn.Module | Callable[[Tensor], Tensor]) -> Activation 
     """Return the name of an activation module or function; None if it is not one of the two."""
     if module is functional.silu or isinstance(module, nn.SiLU | SiLUActivation):
         return "silu"
-    if isinstance(module, GELUTanh):
-        return "gelu_tanh"
-    if isinstance(module, nn.GELU) and module.approximate == "tanh":
-        return "gelu_tanh"
-    return None
+    is_tanh = isinstance(module, nn.GELU) and module.approximate == "tanh"
+    return "gelu_tanh" if is_tanh or isinstance(module, GELUTanh) else None
 
 
 def sigmoid_argument(g: Tensor, activation: Activation) -> tuple[Tensor, Tensor | float]:

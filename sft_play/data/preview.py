@@ -95,7 +95,7 @@ def preview_sequences(
         sample = data.train[index]
         cut = cut_note(int(data.train.records["cut"][index]), config.data.too_long)
         shared = int(data.train.shared[index])
-        beginning = f"its first {shared:,} tokens are those of sample {index}, too" * (shared > 0)
+        beginning = f"its first {shared:,} tokens are those of sample {index}, too" * bool(shared)
         note = "; ".join(filter(None, (cut, weight_note(sample), beginning))) or None
         return PreviewDocument(data.train.origin(index), find_spans(sample), note)
 

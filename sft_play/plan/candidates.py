@@ -28,7 +28,6 @@ from sft_play.plan.strategy import (
     why_not_fsdp,
 )
 
-ZERO_ORDER = ("zero2", "zero3")  # the stages that make train-deepspeed tries
 SHARING_RANKS = (1, 2, 4, 8)  # numbers of ranks that may share a row
 
 
@@ -121,22 +120,28 @@ def _engines(asked: Asked, loaded: LoadedConfig) -> list[Candidate]:
 def _open_engines(asked: Asked, loaded: LoadedConfig) -> Iterator[ChosenStrategy]:
     """Yield the engines that settings and make target leave open, in order of preference.
 
-    `asked.compares` also includes engines that are otherwise tried only with their make target.
+    `asked.compares` also includes DeepSpeed, which is otherwise tried only with its make target.
+    For adapters, only if FSDP cannot run: each engine's trace takes seconds, and of 213 compared
+    plans one differs.
+
     Raises: ConfigError if the requested one cannot run.
     """
     config, ranks, name = loaded.config, asked.ranks, asked.strategy.name
     is_float16 = choose_precision(loaded, asked.hardware, {}).precision == "fp16"  # without a JSON
     if name in ("fsdp", "ep"):
         refuse_shared(asked.strategy, config, ranks, is_float16)
-        yield ChosenStrategy("ep" if name == "ep" else "fsdp")
+        yield ChosenStrategy(name)
     elif not asked.strategy.uses_deepspeed:
         yield ChosenStrategy("single" if ranks.world_size == 1 else "ddp")
         if name == "auto" and ranks.world_size > 1 and not why_not_fsdp(config, is_float16):
             yield ChosenStrategy("fsdp")
-    if asked.strategy.uses_deepspeed or asked.compares:
+    is_full = config.tuning.mode == "full"
+    if asked.strategy.uses_deepspeed or (
+        asked.compares and (is_full or why_not_fsdp(config, is_float16))
+    ):
         path = asked.strategy.deepspeed_path
-        stages = ZERO_ORDER if name == "auto" else (name,)
-        for each in [path] if path else [ZERO_CONFIGS[stage] for stage in stages]:
+        stages = ("zero2", "zero3") if name == "auto" else (name,)
+        for each in [path] if path else map(ZERO_CONFIGS.get, stages):
             yield ChosenStrategy("deepspeed", each)
 
 
@@ -169,14 +174,13 @@ def _smaller_adapters(candidate: Candidate) -> Iterator[Layer]:
     if is_given or lora.experts != "auto" or not step.has_adapted_experts:
         return
     needed = f"needs {draft.peak_bytes / memory.GIB:.0f} GiB on each GPU"
-    shared = Located("shared", f"{CHOSEN}one for each expert {needed}")
-    fewer = [{"tuning.lora.experts": shared}]
+    fewer = [{"tuning.lora.experts": Located("shared", f"{CHOSEN}one for each expert {needed}")}]
     if lora.target_modules == "all-linear":
-        none = Located("none", f"{CHOSEN}adapters on experts do not fit")
-        fewer.append({"tuning.lora.experts": none})
+        none = f"{CHOSEN}adapters on experts do not fit"
+        fewer.append({"tuning.lora.experts": Located("none", none)})
+    room = machine.budget_bytes * machine.ranks.world_size
     weight_bytes = memory.base_weight_bytes(step, step.weight_bytes)
-    has_room = weight_bytes < machine.budget_bytes * machine.ranks.world_size
-    if has_room or draft.inputs.may_offload_weights:
+    if weight_bytes < room or draft.inputs.may_offload_weights:
         yield from fewer
     is_open = is_default(loaded.origin["tuning.mode"]) and config.tuning.mode == "lora"
     if is_open and step.model.in_mxfp4:

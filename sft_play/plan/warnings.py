@@ -188,9 +188,7 @@ def _faster_than_zero3(draft: Draft) -> list[str]:
     fsdp_step = replace(step, zero_stage=0, is_fsdp=True)
     fsdp = replace(draft, step=fsdp_step, peak_bytes=memory.peak_bytes(fsdp_step, draft.layout))
     zero_speed, fsdp_speed = draft.tokens_per_second(), fsdp.tokens_per_second()
-    if not fsdp.fits or zero_speed is None:
-        return []
-    if fsdp_speed < WORTH_A_WORD * zero_speed:
+    if not fsdp.fits or zero_speed is None or fsdp_speed < WORTH_A_WORD * zero_speed:
         return []
     return [
         f"train.strategy=zero3: FSDP is expected to train {fsdp_speed / zero_speed:.2f} times as "
