@@ -42,7 +42,8 @@ SHORT = [
     ("1x4090", LLAMA_8B, EXPLICIT_8B),
     ("8xV100-32", LLAMA_8B, ("tuning.mode=full", "train.strategy=ddp")),  # float16: no FSDP
     ("2xA100-80", LLAMA_8B, ("tuning.mode=full", "train.optim=muon")),  # no DeepSpeed
-    ("2x4090", QWEN_30B_A3B, ("tuning.mode=lora", "model.max_seq_len=32768")),  # host or FSDP
+    # host or FSDP
+    ("2x4090", QWEN_30B_A3B, ("model.max_seq_len=32768", "tuning.lora.experts=per_expert")),
 ]
 
 
