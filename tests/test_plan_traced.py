@@ -240,15 +240,16 @@ def plan_of_known(name: str, *settings: str) -> PlannedRun:
 @pytest.mark.parametrize(
     "name, word",
     [
-        ("Qwen/Qwen3-30B-A3B", "lora"),
-        *(("allenai/olmo-2-0425-1b-instruct", word) for word in counting.KNOWN_SETTINGS),
+        *(("Qwen/Qwen3-30B-A3B", word) for word in ("lora", "lora-shared", "qlora-none")),
+        *(("allenai/olmo-2-0425-1b-instruct", word) for word in [*counting.KNOWN_SETTINGS][:-3]),
     ],
 )
 def test_a_well_known_model_is_planned_from_the_trace_that_ships(name, word, answers):
     config = counting.known_setting(name, word)
     settings = (f"tuning.mode={config.tuning.mode}", f"model.dtype={config.model.dtype}")
     in_float8 = f"tuning.base_dtype={config.tuning.base_dtype}"
-    plan = plan_of_known(name, *settings, in_float8, "tuning.lora.alpha=7").plan
+    experts = f"tuning.lora.experts={config.tuning.lora.experts}"
+    plan = plan_of_known(name, *settings, in_float8, experts, "tuning.lora.alpha=7").plan
     assert plan.step.memory_source == "traced"
     assert not answers
 

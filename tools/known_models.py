@@ -37,8 +37,8 @@ def known_trace(name: str, word: str) -> dict[str, Any] | None:
     None if the code of the model cannot be traced.
     """
     settings = traced_settings(known_setting(name, word), is_half=True)
-    request = {"settings": settings, "device": "cuda", "zero_stage": 0}
-    return json.loads(json.dumps(answer(request).get("answer")))
+    found = answer({"settings": settings, "device": "cuda", "zero_stage": 0})
+    return json.loads(json.dumps(found.get("answer")))
 
 
 def write_traces() -> None:
@@ -50,9 +50,11 @@ def write_traces() -> None:
     for name, facts in json.loads(KNOWN.read_text(encoding="utf-8")).items():
         if "structure" not in facts or facts["model_type"] in LLAMA_LIKE:
             continue
-        if structure_from_json(facts["structure"]).recurrent_layers:
+        structure = structure_from_json(facts["structure"])
+        if structure.recurrent_layers:
             continue
-        traces = {word: trace for word in KNOWN_SETTINGS if (trace := known_trace(name, word))}
+        words = [word for word in KNOWN_SETTINGS if structure.experts or "-" not in word]
+        traces = {word: trace for word in words if (trace := known_trace(name, word))}
         if traces:
             lines.append(f"  {json.dumps(name)}: {json.dumps(traces)}")
     write_text(KNOWN_TRACES, "{\n" + ",\n".join(lines) + "\n}\n")

@@ -42,12 +42,15 @@ COUNTER = "sft_play.models.structure"  # counts weights; python -m: reads reques
 TRACER = "sft_play.models.trace"
 # of a step on a GPU in 16 bits, by model and by a word of KNOWN_SETTINGS: models.trace
 KNOWN_TRACES = Path(__file__).parent / "known_traces.json"
-KNOWN_SETTINGS: dict[str, dict[str, Any]] = {
+KNOWN_SETTINGS = {
     "lora": {},
-    "qlora": {"tuning": {"mode": "qlora"}},
-    "full": {"tuning": {"mode": "full"}},
-    "full in 16 bits": {"tuning": {"mode": "full"}, "model": {"dtype": "bfloat16"}},
-    "float8": {"tuning": {"base_dtype": "float8"}},
+    "qlora": {"tuning.mode": "qlora"},
+    "full": {"tuning.mode": "full"},
+    "full in 16 bits": {"tuning.mode": "full", "model.dtype": "bfloat16"},
+    "float8": {"tuning.base_dtype": "float8"},
+    "lora-shared": {"tuning.lora.experts": "shared"},
+    "qlora-shared": {"tuning.mode": "qlora", "tuning.lora.experts": "shared"},
+    "qlora-none": {"tuning.mode": "qlora", "tuning.lora.experts": "none"},
 }
 MODEL_SETTINGS = {"add_tokens", "dtype", "attn_implementation", "trust_remote_code"}
 # Settings of adapters that change no byte
@@ -167,8 +170,7 @@ def known_traces() -> dict[str, dict[str, Any]]:
 
 def known_setting(name: str, word: str) -> Config:
     """Return the config of a well-known model with some of KNOWN_SETTINGS."""
-    settings = KNOWN_SETTINGS[word]
-    return Config.model_validate({**settings, "model": {"name": name, **settings.get("model", {})}})
+    return Config().changed({"model.name": name, **KNOWN_SETTINGS[word]})
 
 
 def traced_settings(config: Config, is_half: bool) -> dict[str, object]:

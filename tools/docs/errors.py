@@ -108,6 +108,5 @@ def markdown() -> str:
 
 def _plain(text: str) -> str:
     """Return a text whose characters are no markup."""
-    for character in "\\*_[]":
-        text = text.replace(character, f"\\{character}")
+    text = re.sub(r"[\\*_\[\]]", r"\\\g<0>", text)
     return text.replace("<", "&lt;").replace("`", "&#96;")

@@ -322,13 +322,9 @@ def draw_things(rng: Rng, count: int) -> list[str]:
     things = []
     for noun in rng.sample(WORDS.goods, count):
         number = rng.choice((1, 1, 1, 2, 3, 4, 5, 6))
-        things.append(count_noun(number, noun))
+        several = f"{WORDS.number_words[number]} {plural(noun)}"
+        things.append(f"a {noun}" if number == 1 else several)
     return things
-
-
-def count_noun(number: int, noun: str) -> str:
-    """Return "a mug" or "three mugs"."""
-    return f"a {noun}" if number == 1 else f"{WORDS.number_words[number]} {plural(noun)}"
 
 
 def draw_event_pair(rng: Rng) -> dict[str, str]:
