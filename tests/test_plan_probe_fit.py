@@ -194,11 +194,11 @@ FACTS: dict[str, Any] = {
 
 
 def test_every_fact_and_every_field_of_a_step_changes_the_fingerprint():
-    fingerprint = probe_fit.fingerprint(**FACTS)
+    fingerprint = counting.fingerprint(**FACTS)
     others = [{**FACTS, name: "another"} for name in FACTS]
     others += [{**FACTS, "step": {**FACTS["step"], name: "another"}} for name in FACTS["step"]]
-    assert fingerprint not in {probe_fit.fingerprint(**other) for other in others}
-    assert probe_fit.fingerprint(**dict(reversed(FACTS.items()))) == fingerprint
+    assert fingerprint not in {counting.fingerprint(**other) for other in others}
+    assert counting.fingerprint(**dict(reversed(FACTS.items()))) == fingerprint
 
 
 def test_points_are_read_as_they_were_written(tmp_path):
@@ -208,10 +208,10 @@ def test_points_are_read_as_they_were_written(tmp_path):
         ProbePoint(8192, 3, accumulates=False, phases={"forward": 1, "backward": 2}),
     )
     folder = tmp_path / "probes"
-    fingerprint = probe_fit.fingerprint(**FACTS)
+    fingerprint = counting.fingerprint(**FACTS)
     probe_fit.write_points(folder, fingerprint, points)
     assert probe_fit.read_points(folder, fingerprint) == points
-    other = probe_fit.fingerprint(**{**FACTS, "code": "1"})
+    other = counting.fingerprint(**{**FACTS, "code": "1"})
     assert probe_fit.read_points(folder, other) == ()
 
 

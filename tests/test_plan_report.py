@@ -156,6 +156,12 @@ SHOWN = [
     ("1x4GiB", LLAMA_8B, "longest row", "1,024 tokens"),
     ("1xH200", MIXTURE, "plan", "3.35 billion active per token, 8 of 128 experts"),
     ("1xH200", MIXTURE, "plan", "on all linear layers and experts"),
+    (
+        "1xH200",
+        MIXTURE,
+        "experts",
+        "642.5 million weights with an adapter per expert, 18.3 million",
+    ),
     long("1xH200", f"{MIXTURE} tuning.lora.experts=none", "plan", "none on experts"),
     ("1xH200", f"{MIXTURE} tuning.lora.experts=shared", "plan", "one adapter for all experts"),
 ]

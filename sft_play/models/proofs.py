@@ -22,7 +22,7 @@ from sft_kernels.process import Process
 from sft_kernels.training_setup import TrainingSetup
 from sft_play.data.files import digest_files
 from sft_play.plan import counting
-from sft_play.plan.probe_fit import fingerprint
+from sft_play.plan.counting import fingerprint
 from sft_play.runs.files import read_json, write_json
 
 logger = logging.getLogger(__name__)

@@ -86,11 +86,10 @@ def changes(draft: Draft) -> tuple[Advised, ...]:
                 found[key] = change
         if any(not change.costs for change in found.values()):
             break
-    return tuple(sorted(found.values(), key=_rank))
-
-
-def _rank(change: Advised) -> tuple[bool, float]:
-    return bool(change.costs), -(change.relative_speed or 0.0)
+    changes = sorted(
+        found.values(), key=lambda each: (bool(each.costs), -(each.relative_speed or 0.0))
+    )
+    return tuple(changes)
 
 
 def _draft(inputs: PlanInputs) -> Draft | None:

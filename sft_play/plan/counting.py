@@ -212,7 +212,8 @@ def cached_answer(
     Raises: Uncounted with the reason if there is no answer; EnvironmentFault for a missing
     package.
     """
-    path = folder / f"{_digest(module, request)}.json"
+    name = fingerprint(module=module, request=request, versions=counting_versions())
+    path = folder / f"{name}.json"
     kept = _read(path)
     if kept is None:
         logger.warning("%s", told)
@@ -305,8 +306,9 @@ def _read(path: Path) -> dict[str, Any] | None:
     return kept if isinstance(kept, dict) and kept.keys() & {"answer", "refused"} else None
 
 
-def _digest(module: str, request: Mapping[str, object]) -> str:
-    text = json.dumps([module, request, counting_versions()], sort_keys=True, separators=(",", ":"))
+def fingerprint(**facts: Any) -> str:
+    """Return the SHA-256 of plain facts: what was found under equal ones is valid."""
+    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -3,14 +3,12 @@
 Legend: t tokens of a micro-batch, L checkpointed layers.
 """
 
-import hashlib
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from sft_play.plan import counting
 from sft_play.plan.batch import BatchRequest
@@ -215,12 +213,6 @@ def is_known_to_fit(
         if needs_as_much and point.peak + beside <= budget:
             return True
     return False
-
-
-def fingerprint(**facts: Any) -> str:
-    """Return the SHA-256 of plain facts: points measured under equal ones are valid."""
-    text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @cache

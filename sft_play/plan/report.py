@@ -3,7 +3,7 @@
 import shlex
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from sft_play.config.backends import backend_of
 from sft_play.plan.activations import offloaded_bytes
@@ -154,6 +154,7 @@ def plan_lines(
         ("longest row", plan.longest_rows.describe()),
         ("packing", _packing(plan)),
         *(("" if number else "recipe", text) for number, text in enumerate(plan.recipe)),
+        ("experts", _experts(plan)),
         ("precision", _precision(planned)),
         ("speed", describe_speed(plan)),
         ("float8", describe_float8(planned)),
@@ -220,6 +221,16 @@ def describe_encoders(planned: PlannedRun) -> str:
     return (
         f"text of {model.composite or model.model_type}; encoders {encoders}{size}, kept in exports"
     )
+
+
+def _experts(plan: RunPlan) -> str | None:
+    """Return the weights of adapters on experts, both ways to have them; None without them."""
+    step = plan.step
+    if not step.has_adapted_experts:
+        return None
+    ways = (replace(step.adapters, experts=way) for way in ("per_expert", "shared"))
+    each, shared = (format_count(way.weights(step.model)) for way in ways)
+    return f"{each} weights with an adapter per expert, {shared} with TUNING_LORA_EXPERTS=shared"
 
 
 def _what(planned: PlannedRun) -> str:

@@ -146,7 +146,8 @@ def has_equal_copies(model: nn.Module, process: Process) -> bool:
     for parameter in _trained(model).values():
         if hasattr(parameter, "ds_tensor") or isinstance(parameter, DTensor):
             return False
-    return len(set(process.gather(_device_name(process.device)))) == 1
+    name = torch.cuda.get_device_name(process.device) if process.device.type == "cuda" else "CPUs"
+    return len(set(process.gather(name))) == 1
 
 
 def check_equal_ranks(model: nn.Module, process: Process, step: int) -> None:
@@ -188,7 +189,3 @@ def bit_sums(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
 
 def _trained(model: nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPUs"

@@ -18,7 +18,7 @@ from sft_kernels.install import fused_kernels_of
 from sft_play.data.order import fullest_step, padding
 from sft_play.errors import OutOfMemory
 from sft_play.evaluation.evaluator import Evaluator
-from sft_play.plan import batch, next_command, probe_fit
+from sft_play.plan import batch, counting, next_command, probe_fit
 from sft_play.plan.memory import GIB, StepBytes, evaluation_rows, step_bytes
 from sft_play.plan.probe_fit import MeasuredFit, ProbePoint, ProbeReport
 from sft_play.plan.ranks import config_precision
@@ -235,7 +235,7 @@ class Probe:
         model_settings = {"name", "revision", "dtype", "attn_implementation"}
         ddp_settings = {"ddp_find_unused_parameters", "ddp_bucket_cap_mb"}
         samples = image_samples(self.loop, self.layout.max_seq_len)
-        return probe_fit.fingerprint(
+        return counting.fingerprint(
             step=asdict(self.step),
             max_seq_len=self.layout.capacity,
             has_trees=self.layout.tree_tokens is not None,
