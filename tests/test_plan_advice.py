@@ -1,5 +1,6 @@
 """sft_play.plan.advice: settings that make a run fit, none of them idle, the costliest last."""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ from marks import long
 from plan_examples import plan_for
 
 from sft_play.config.schema import env_name
+from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.advice import Advised
+from sft_play.plan.memory import GIB, offloaded_weight_bytes
 from sft_play.plan.run_plan import RunPlan
 
 pytestmark = pytest.mark.usefixtures("traces_nothing")
@@ -71,6 +74,10 @@ def test_whoever_types_what_is_advised_gets_a_run_that_fits(gpus, model, setting
         assert after.memory.predicted_peak == change.predicted_peak <= after.budget_bytes
         if not change.costs:
             assert after.layout.rows_per_step == plan.layout.rows_per_step
+        if on_host := re.search(r"(\d+) GiB of host memory", change.costs):
+            weights = offloaded_weight_bytes(after.step) // after.ranks.per_node
+            found = weights + offloaded_bytes(after.step, after.layout)
+            assert int(on_host[1]) == round(found / GIB)
     sets = [frozenset(change.words.split()) for change in plan.changes]
     assert not any(one < other for one in sets for other in sets), "no setting could be left out"
     # changes that train the same come first, and the fastest of each kind

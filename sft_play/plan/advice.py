@@ -19,7 +19,7 @@ from sft_play.plan.inputs import (
     why_not_offloaded,
     why_not_shared,
 )
-from sft_play.plan.memory import GIB, offloaded_weight_bytes
+from sft_play.plan.memory import GIB
 from sft_play.plan.needs import may_be_float8, refuse_combinations
 from sft_play.plan.ranks import Machine, Strategy
 from sft_play.plan.step import LONG_ROW
@@ -27,6 +27,7 @@ from sft_play.plan.strategy import ZERO_CONFIGS, why_not_fsdp
 
 MIN_ROW_TOKENS = 256  # shorter rows are never suggested
 MAX_COMBINED = 3  # changes at once
+ON_HOST = ("offloading", "weights")  # groups of options that use host memory
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,9 @@ def changes(draft: Draft) -> tuple[Advised, ...]:
                 found[key] = change
         if any(not change.costs for change in found.values()):
             break
-    changes = sorted(
-        found.values(), key=lambda each: (bool(each.costs), -(each.relative_speed or 0.0))
+    return tuple(
+        sorted(found.values(), key=lambda each: (bool(each.costs), -(each.relative_speed or 0.0)))
     )
-    return tuple(changes)
 
 
 def _draft(inputs: PlanInputs) -> Draft | None:
@@ -112,20 +112,21 @@ def _change(inputs: PlanInputs, options: Sequence[Option], before: float | None)
     if machine.ranks.strategy == "fsdp" and why_not_fsdp(inputs.config, is_float16):
         return None
     draft = _draft(inputs)
-    if (
-        draft is None
-        or not draft.fits
-        or sum(draft.host_bytes.values()) > machine.host_budget_bytes
-    ):
+    if draft is None or not draft.fits:
         return None
-    layout = draft.layout
+    on_host, layout = sum(draft.host_bytes.values()), draft.layout
+    if on_host > machine.host_budget_bytes:
+        return None
+    costs = [option.costs for option in options if option.costs]
+    if any(option.group in ON_HOST for option in options):
+        costs.append(f"{on_host / GIB:.0f} GiB of host memory for each GPU")
     batch = f"TRAIN_BATCH_SIZE={layout.batch_size} TRAIN_GRAD_ACCUM={layout.grad_accum}"
     words = [batch if option.group == "batch" else option.words for option in options]
     words.sort(key=lambda word: not word.startswith("make"))
     after = draft.tokens_per_second()
     return Advised(
         words=" ".join(words),
-        costs=", ".join(option.costs for option in options if option.costs),
+        costs=", ".join(costs),
         predicted_peak=draft.peak_bytes,
         relative_speed=after / before if before and after else None,
     )
@@ -146,12 +147,9 @@ def _options(draft: Draft) -> Iterator[Option]:
         step = replace(draft.step, offload_activations=True)
         on_host = offloaded_bytes(step, draft_of(inputs, step).layout)
         if 0 < on_host <= machine.host_budget_bytes:
-            costs = f"{on_host / GIB:.0f} GiB of host memory for each GPU"
-            yield _setting({"train.activation_offloading": True}, "offloading", costs)
+            yield _setting({"train.activation_offloading": True}, "offloading")
     if not train.weight_offloading and why_not_offloaded(inputs.config, machine.ranks) is None:
-        step = replace(draft.step, offloaded_weight_layers=draft.step.model.layers)
-        costs = f"{offloaded_weight_bytes(step) / GIB:.0f} GiB of host memory"
-        yield _setting({"train.weight_offloading": True}, "weights", costs)
+        yield _setting({"train.weight_offloading": True}, "weights")
     yield from _engine_options(inputs)
     yield from _context_options(inputs)
     if tuning.mode == "full":
