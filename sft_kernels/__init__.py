@@ -20,7 +20,7 @@ in torch, then the kernel if there is one. All packages use the modules next to 
     proof          whether outputs and gradients of both are the same
     boundaries     where the documents of a packed batch begin; `packed` shows them to modules
     trees          the same for samples with shared beginnings
-    needs          memory that parts use, before a model is loaded
+    needs          the parts, and what their kernels need; without torch
     sharded        parameters of FSDP2; `partitioned` those of ZeRO
 """
 

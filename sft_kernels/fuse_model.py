@@ -70,7 +70,8 @@ def fuse(model: PreTrainedModel | PeftModel, compute_dtype: torch.dtype | None =
     keep_differentiable(base)
     kernels = install_kernels(setup)
     head = forward_of_head(model)
-    call = _TrainerCall(kernels, head if isinstance(head, FusedHead) else None)
+    head = head if isinstance(head, FusedHead) else None
+    call = _TrainerCall(kernels, head, why_no_trees(base, kernels))
     base.register_forward_pre_hook(call.before, with_kwargs=True, prepend=True)
     base.register_forward_hook(call.after)
     return Fused(kernels, setup.newly_proved)
@@ -97,6 +98,7 @@ class _TrainerCall:
 
     kernels: FusedKernels
     head: FusedHead | None
+    no_trees: str | None  # why it takes no trees of samples
     total: Any = None  # tokens that the loss is divided by, if the head computes it
 
     def before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -110,7 +112,7 @@ class _TrainerCall:
         tree, parents = getattr(kwargs.get(DOCUMENTS), "tree", None), None
         if tree is not None:
             no_loss = None if self.head else "its loss is not fused"
-            if reason := why_no_trees(model, self.kernels) or no_loss:
+            if reason := self.no_trees or no_loss:
                 raise ValueError(f"this model takes no trees: {reason}")
             parents = torch.from_numpy(lay_out(tree.branches).parents).to(model.device)
         if mask is None and self.kernels.reads_boundaries:
