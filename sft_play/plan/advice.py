@@ -9,16 +9,8 @@ from sft_play.config import deepspeed, rules
 from sft_play.config.backends import backend_of
 from sft_play.config.schema import env_name
 from sft_play.errors import ConfigError
-from sft_play.plan.activations import offloaded_bytes
 from sft_play.plan.candidates import SHARING_RANKS, plan_step
-from sft_play.plan.inputs import (
-    Draft,
-    PlanInputs,
-    draft_of,
-    rank_step,
-    why_not_offloaded,
-    why_not_shared,
-)
+from sft_play.plan.inputs import Draft, PlanInputs, rank_step, why_not_offloaded, why_not_shared
 from sft_play.plan.memory import GIB
 from sft_play.plan.needs import may_be_float8, refuse_combinations
 from sft_play.plan.ranks import Machine, Strategy
@@ -144,10 +136,7 @@ def _options(draft: Draft) -> Iterator[Option]:
     if train.gradient_checkpointing is False:
         yield _setting({"train.gradient_checkpointing": "auto"}, "checkpointing")
     if inputs.can_offload_activations and not draft.step.offload_activations:
-        step = replace(draft.step, offload_activations=True)
-        on_host = offloaded_bytes(step, draft_of(inputs, step).layout)
-        if 0 < on_host <= machine.host_budget_bytes:
-            yield _setting({"train.activation_offloading": True}, "offloading")
+        yield _setting({"train.activation_offloading": True}, "offloading")
     if not train.weight_offloading and why_not_offloaded(inputs.config, machine.ranks) is None:
         yield _setting({"train.weight_offloading": True}, "weights")
     yield from _engine_options(inputs)
