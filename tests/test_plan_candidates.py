@@ -6,6 +6,7 @@ from plan_examples import EMPTY, plan_for
 from sft_play.config import invocation
 from sft_play.config.loader import load_merged
 from sft_play.errors import ConfigError
+from sft_play.plan import candidates
 from sft_play.plan.cards import parse_hardware
 from sft_play.plan.resolve import fastest
 
@@ -36,3 +37,27 @@ def test_weights_in_host_memory_that_fsdp_cannot_place_are_no_reason_to_refuse_d
     settings = ("model.name=meta-llama/Llama-3.1-70B", "train.weight_offloading=true")
     plan = plan_for("2x12GiB", *settings, "tuning.mode=lora").plan
     assert not plan.fits and plan.ranks.strategy == "ddp"
+
+
+@pytest.mark.parametrize(
+    "gpus, settings, engines",
+    [
+        ("2x4090", (LLAMA_8B, "tuning.mode=lora", "model.max_seq_len=16384"), ["ddp", "fsdp"]),
+        ("2x4090", (LLAMA_8B, "tuning.mode=full"), ["ddp", "fsdp", "deepspeed", "deepspeed"]),
+        # FSDP does not run DoRA
+        ("2x4090", (LLAMA_8B, "tuning.lora.use_dora=true"), ["ddp", "deepspeed", "deepspeed"]),
+    ],
+)
+def test_deepspeed_is_compared_if_all_weights_are_trained_or_fsdp_cannot_run(
+    gpus, settings, engines, monkeypatch
+):
+    tried, plan_engine = [], candidates._candidate
+
+    def noted(asked, loaded, engine):
+        tried.append(engine.strategy)
+        return plan_engine(asked, loaded, engine)
+
+    monkeypatch.setattr(candidates, "_candidate", noted)
+    loaded = load_merged(EMPTY, {}, settings)
+    fastest(loaded, invocation.read_invocation({}), parse_hardware(gpus), {})
+    assert tried == engines
