@@ -48,6 +48,7 @@ KNOWN_SETTINGS = {
     "full": {"tuning.mode": "full"},
     "full in 16 bits": {"tuning.mode": "full", "model.dtype": "bfloat16"},
     "float8": {"tuning.base_dtype": "float8"},
+    # a hyphen: only of models with experts
     "lora-shared": {"tuning.lora.experts": "shared"},
     "qlora-shared": {"tuning.mode": "qlora", "tuning.lora.experts": "shared"},
     "qlora-none": {"tuning.mode": "qlora", "tuning.lora.experts": "none"},

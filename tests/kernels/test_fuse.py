@@ -1,4 +1,4 @@
-"""sft_kernels.fuse: any trainer gets the losses and gradients of the model's own code, and undo ends it."""
+"""sft_kernels.fuse: any trainer gets the losses and gradients of the original implementation, and undo restores it."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Two processes of a CPU train a fused model as its own code does, under DDP and FSDP2."""
+"""Two processes of a CPU train a fused model as the original implementation, under DDP and FSDP2."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def losses_of(wrapper: str, has_adapters: bool, is_fused: bool) -> list[float]:
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         )
         accelerator = Accelerator(cpu=True)
-        accelerator.state.fsdp_plugin = plugin  # it takes FSDP for GPUs alone
+        accelerator.state.fsdp_plugin = plugin  # it takes FSDP only for GPUs
         wrapped = model = fsdp2_prepare_model(accelerator, model)
         assert isinstance(layers[0], FSDPModule)
     else:
