@@ -166,7 +166,7 @@ def sample_gpus(uuid_of_rank: Mapping[int, str]) -> list[GpuSample]:
         for rank, uuid in uuid_of_rank.items():
             handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
             rates = nvml_answer(nvml, "nvmlDeviceGetUtilizationRates", handle)
-            memory = nvml_answer(nvml, "nvmlDeviceGetMemoryInfo", handle)
+            total_bytes, free_bytes = _gpu_memory(nvml, handle)
             milliwatts = nvml_answer(nvml, "nvmlDeviceGetPowerUsage", handle)
             celsius = nvml_answer(
                 nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU
@@ -174,7 +174,7 @@ def sample_gpus(uuid_of_rank: Mapping[int, str]) -> list[GpuSample]:
             sample = GpuSample(
                 rank=rank,
                 busy_percent=rates and rates.gpu,
-                used_gib=memory and round((memory.total - memory.free) / GIB, 2),
+                used_gib=round((total_bytes - free_bytes) / GIB, 2),
                 watts=None if milliwatts is None else round(milliwatts / 1000),
                 celsius=celsius,
             )
