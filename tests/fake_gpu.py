@@ -1,5 +1,7 @@
 """A fake of GPU memory: real passes of a real model, whose decoder layers raise OutOfMemoryError."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,19 +17,23 @@ GIB = 2**30
 class FakeGpu(MemoryMeter):
     """Memory in which a step takes `fixed` GiB, and `token` GiB per token and layer.
 
-    A checkpointed layer takes a tenth. A micro-batch of `cliff` tokens or more takes twice as much,
-    which cannot be predicted from two smaller steps.
+    A checkpointed layer takes a tenth. A micro-batch of so many tokens or more as `cliffs` has takes
+    so many times as much, which cannot be predicted from two smaller steps.
     """
 
     def __init__(
-        self, allocatable: float, fixed: float = 0.5, token: float = 1 / 1024, cliff: int = 10**9
+        self,
+        allocatable: float,
+        fixed: float = 0.5,
+        token: float = 1 / 1024,
+        cliffs: Mapping[int, float] = MappingProxyType({}),
     ):
         super().__init__(Process.alone(torch.device("cpu")))
         self.is_exact = True
         self.allocatable = round(allocatable * GIB)
         self.fixed = round(fixed * GIB)
         self.token = round(token * GIB)
-        self.cliff = cliff
+        self.cliffs = cliffs
         self.held = self.fixed
         self.peak = self.fixed
         self.failures = 0
@@ -65,9 +71,8 @@ class FakeGpu(MemoryMeter):
             bytes_per_token = self.token
             if module.gradient_checkpointing:
                 bytes_per_token //= 10
-            if tokens >= self.cliff:
-                bytes_per_token *= 2
-            self.held += tokens * bytes_per_token
+            factors = [self.cliffs[least] for least in sorted(self.cliffs) if tokens >= least]
+            self.held += round(tokens * bytes_per_token * [1, *factors][-1])
             self.peak = max(self.peak, self.held)
         if self.held > self.allocatable:
             self.held = self.fixed

@@ -328,11 +328,26 @@ def test_the_second_run_measures_nothing_and_chooses_the_same(
 def test_a_step_that_the_fit_took_for_too_small_gives_way_to_a_smaller_one(
     plan_run, run_worker, on_fake
 ):
-    gpu, folder = on_fake(1.7, cliff=512), plan_run(FREE)
+    gpu, folder = on_fake(1.7, cliffs={512: 2}), plan_run(FREE)
     assert run_worker(folder) == 0
     assert (
         step_of(folder) == (2, 4, 1) and gpu.failures == 1
     )  # 2 rows were expected to take 1.5 and take 2.5 GiB, 1.6 with a layer checkpointed
+
+
+@pytest.mark.parametrize("at_1024, chosen, failures", [(0.5, (4, 2, 0), 0), (2, (2, 4, 0), 1)])
+def test_a_step_that_the_fit_took_for_too_large_is_tried_once_there_seems_room(
+    plan_run, run_worker, on_fake, tmp_path, at_1024, chosen, failures
+):
+    """2 rows were expected to take 1.5 and take 1, so 4 are tried, of 2.5 by the line."""
+    gpu, facts = on_fake(2.2, cliffs={512: 0.5, 1024: at_1024}), []
+    for _ in range(2):
+        folder = plan_run({**FREE, "data.cache_dir": tmp_path})
+        assert run_worker(folder) == 0 and step_of(folder) == chosen
+        facts.append(run_json(folder)["probe"])
+    assert gpu.failures == failures * 2, "what did not fit is not kept"
+    assert facts[0]["points"] == facts[1]["points"] and facts[1]["cached"]
+    assert facts[0]["verified_bytes"] == max(facts[0]["predicted_after"].values())
 
 
 @pytest.mark.long
@@ -429,7 +444,7 @@ def test_probed_ranks_are_the_ranks_that_were_not(plan_run, engine, mode):
     [
         ({"allocatable": [2.6, 1.7]}, (2, 2, 0)),  # 4 rows would fit on the first rank
         (
-            {"allocatable": [1.7, 1.7], "cliff": [10**9, 512]},
+            {"allocatable": [1.7, 1.7], "cliffs": [{}, {512: 2}]},
             (2, 2, 1),
         ),  # the second runs out of memory on what both were to run
     ],
