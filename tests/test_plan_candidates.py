@@ -40,6 +40,22 @@ def test_weights_in_host_memory_that_fsdp_cannot_place_are_no_reason_to_refuse_d
 
 
 @pytest.mark.parametrize(
+    "gpus, name, experts",
+    [
+        # with its states an adapter for each expert takes 16 GiB, as much as 10 layers
+        ("1xL40S", "openai/gpt-oss-120b", "shared"),
+        ("1x3060", "openai/gpt-oss-20b", "auto"),  # for each expert: shared ones gain 4 %
+    ],
+)
+def test_experts_share_adapters_next_to_weights_on_the_host_if_that_is_clearly_faster(
+    gpus, name, experts
+):
+    planned = plan_for(gpus, f"model.name={name}", "tuning.mode=qlora")
+    assert planned.plan.fits and planned.plan.step.offloaded_weight_layers
+    assert planned.config.tuning.lora.experts == experts
+
+
+@pytest.mark.parametrize(
     "gpus, settings, engines",
     [
         ("2x4090", (LLAMA_8B, "tuning.mode=lora", "model.max_seq_len=16384"), ["ddp", "fsdp"]),

@@ -68,12 +68,12 @@ class Processor:
             return row
         messages = []
         for message in row.messages:
-            images = tuple(map(self._written, message.images))
+            images = tuple(
+                replace(image, token=self._own.image_token, text=self._read(*image.size).text)
+                for image in message.images
+            )
             messages.append(replace(message, images=images))
         return replace(row, messages=tuple(messages))
-
-    def _written(self, image: ImageFile) -> ImageFile:
-        return replace(image, token=self._own.image_token, text=self._read(*image.size).text)
 
     def describe_scale(self, image: ImageFile) -> Notes:
         """Return whether the processor resizes an image by more than its rounding to patches."""

@@ -29,6 +29,7 @@ from sft_play.plan.strategy import (
 )
 
 SHARING_RANKS = (1, 2, 4, 8)  # numbers of ranks that may share a row
+CLEARLY_FASTER = 1.1
 
 
 @dataclass(frozen=True)
@@ -63,28 +64,29 @@ class Candidate:
         has_room = layout.tokens >= SATURATED_TOKENS and not layout.checkpointed_layers
         return has_room and self.engine.strategy == "ddp"
 
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """Whether it fits, and how fast it is: the larger, the better."""
-        return self.draft.fits, self.draft.tokens_per_second() or 0.0
-
 
 def search(asked: Asked) -> Candidate:
     """Return the first candidate that fits, else the first one; later ones are not computed.
 
     If `asked.compares`, it is the fastest engine of the first settings with which one fits. Weights
-    are stored in host memory last.
+    are stored in host memory last. Then experts share adapters if that is clearly faster, as what
+    an adapter for each takes is copied twice in every step.
     """
     tried = []
     for group in candidates(asked):
         if group[0].draft.fits:
             return group[0]
         tried += group
+    found = None
     for candidate in tried:
         draft = with_weights_on_host(candidate.draft)
-        if draft is not None:
-            return replace(candidate, draft=draft)
-    return tried[0]
+        if draft is None:
+            continue
+        if not found or (
+            draft.step.has_adapted_experts and draft.rank[1] > CLEARLY_FASTER * found.draft.rank[1]
+        ):
+            found = replace(candidate, draft=draft)
+    return found or tried[0]
 
 
 def candidates(asked: Asked) -> Iterator[list[Candidate]]:
@@ -113,7 +115,7 @@ def _engines(asked: Asked, loaded: LoadedConfig) -> list[Candidate]:
             return [candidate]
         tried.append(candidate)
     if asked.compares:
-        tried.sort(key=attrgetter("rank"), reverse=True)
+        tried.sort(key=attrgetter("draft.rank"), reverse=True)
     return tried
 
 
@@ -273,8 +275,7 @@ def with_weights_on_host(draft: Draft) -> Draft | None:
         key=lambda count: with_layers_on_host(draft, count).fits,
     )
     counts = (fewest, (fewest + most) // 2, most)
-    drafts = [with_layers_on_host(draft, count) for count in counts]
-    return max(drafts, key=lambda each: each.tokens_per_second() or 0.0)
+    return max((with_layers_on_host(draft, count) for count in counts), key=attrgetter("rank"))
 
 
 def with_layers_on_host(draft: Draft, count: int) -> Draft:

@@ -82,6 +82,11 @@ class Draft:
             "train.activation_offloading": activations.offloaded_bytes(self.step, self.layout),
         }
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Whether it fits, and how fast it is: the larger, the better."""
+        return self.fits, self.tokens_per_second() or 0.0
+
     def tokens_per_second(self) -> float | None:
         """Return the speed if all rows are full; None if nothing is known of the device."""
         machine = self.inputs.machine
