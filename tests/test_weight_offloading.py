@@ -119,14 +119,16 @@ def test_losses_gradients_and_weights_are_those_of_a_resident_model(
     assert_equal(trained(model, recomputed), expected(mode, recomputed))
 
 
+@pytest.mark.parametrize("experts", ["per_expert", long("shared")])
 def test_experts_in_mxfp4_train_as_resident_ones_and_are_not_unpacked_for_their_shape(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, experts
 ):
     folder = stored_forms.mxfp4(tmp_path)
-    expected = trained(loaded(folder, MODES["qlora"], 0))
+    tuning = {**MODES["qlora"], "lora": {"experts": experts}}
+    expected = trained(loaded(folder, tuning, 0))
     without_unpacking = SimpleNamespace(pack_mxfp4=bnb.mxfp4.pack_mxfp4)
     monkeypatch.setattr(bnb, "mxfp4", without_unpacking)  # as PEFT reads experts
-    model = loaded(folder, MODES["qlora"], 2)
+    model = loaded(folder, tuning, 2)
     assert_equal(trained(model), expected)
 
 
@@ -149,14 +151,21 @@ def test_the_original_implementation_and_rounded_weights_compute_the_same_too(ba
 
 
 KINDS = ["sliding_attention", "full_attention"] * 3
-OTHERS = [("qwen3_moe", "lora", {}), long("gpt_oss", "qlora", {"layer_types": KINDS[:LAYERS]})]
+OF_GPT = {"layer_types": KINDS[:LAYERS]}
+OTHERS = [
+    ("qwen3_moe", "lora", "shared", {}),
+    long("qwen3_moe", "qlora", "shared", {}),
+    long("qwen3_moe", "lora", "per_expert", {}),
+    long("gpt_oss", "qlora", "per_expert", OF_GPT),
+]
 
 
-@pytest.mark.parametrize("model_type, mode, changes", OTHERS)
-def test_experts_compute_the_same_too(tokenizer, tmp_path, model_type, mode, changes):
+@pytest.mark.parametrize("model_type, mode, experts, changes", OTHERS)
+def test_experts_compute_the_same_too(tokenizer, tmp_path, model_type, mode, experts, changes):
+    tuning = {**MODES[mode], "lora": {"experts": experts}}
     changes = {"num_hidden_layers": LAYERS, **changes}
     folder = write_base(model_type, tmp_path, tokenizer, SIZES, **changes)
-    losses = [trained(loaded(folder, MODES[mode], count), 2) for count in (0, LAYERS)]
+    losses = [trained(loaded(folder, tuning, count), 2) for count in (0, LAYERS)]
     assert_equal(*losses)
 
 
