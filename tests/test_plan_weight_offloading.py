@@ -6,7 +6,8 @@ import pytest
 from plan_examples import plan_for
 
 from sft_play.errors import ConfigError
-from sft_play.plan.cards import CARDS
+from sft_play.plan import candidates
+from sft_play.plan.cards import CARDS, parse_hardware
 from sft_play.plan.memory import GIB, layer_bytes, offloaded_weight_bytes, step_bytes
 from sft_play.plan.run_plan import PlannedRun
 from sft_play.plan.speed import predict
@@ -47,6 +48,22 @@ def test_as_many_layers_are_offloaded_as_the_host_has_room_for():
     planned = plan_for("1x4090", LLAMA_70B, LORA)
     assert not planned.plan.fits and layers_of(planned) == 0
     assert any("GiB of free host memory" in text for text in planned.plan.warnings)
+
+
+@pytest.mark.parametrize("gib", [11.6, 15.6])
+def test_the_number_of_layers_on_the_host_is_the_one_that_trains_fastest(gib, monkeypatch):
+    """Fewer are copied in less time; more leave room for layers that are not computed again."""
+    tried, place = [], candidates.with_weights_on_host
+    monkeypatch.setattr(
+        candidates, "with_weights_on_host", lambda draft: tried.append(draft) or place(draft)
+    )
+    hardware = parse_hardware("1xH200")
+    small = replace(hardware, gpus=(replace(hardware.gpus[0], free_bytes=int(gib * GIB)),))
+    settings = ("train.effective_batch_size=4", "tuning.lora.experts=shared")
+    planned = plan_for(small, "model.name=openai/gpt-oss-20b", QLORA, *settings)
+    every = [candidates.with_layers_on_host(tried[0], count) for count in range(3, 25)]
+    speeds = {draft.step.offloaded_weight_layers: draft.rank for draft in every}
+    assert speeds[layers_of(planned)] == max(speeds.values())
 
 
 def test_two_layers_stay_on_the_gpu_and_each_one_more_on_the_host_frees_its_bytes():

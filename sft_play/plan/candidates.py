@@ -4,7 +4,6 @@ A new one (an engine, a place for bytes) is added here: `candidates` varies sett
 `_drafts` the computation of a step. Loads no torch.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -257,8 +256,8 @@ def _by_offloading(inputs: PlanInputs, step: StepSpec) -> Iterator[Draft]:
 def with_weights_on_host(draft: Draft) -> Draft | None:
     """Return the fastest draft that fits with some layers' weights in host memory, or None.
 
-    It tries the fewest layers with which it fits, the most that the host has room for, and the
-    middle of both: more offloaded layers allow larger micro-batches.
+    More offloaded layers allow larger micro-batches, or fewer layers that are computed again, and
+    take longer to copy.
     """
     step, machine = draft.step, draft.inputs.machine
     if not draft.inputs.may_offload_weights:
@@ -266,16 +265,10 @@ def with_weights_on_host(draft: Draft) -> Draft | None:
     layer = memory.layer_bytes(step, step.weight_bytes)
     room = machine.host_budget_bytes * machine.ranks.per_node // layer
     most = min(step.model.layers, room)
-    if most <= memory.WEIGHT_BUFFERS or not with_layers_on_host(draft, most).fits:
-        return None
-    fewest = bisect_left(
-        range(most),
-        True,
-        lo=memory.WEIGHT_BUFFERS + 1,
-        key=lambda count: with_layers_on_host(draft, count).fits,
-    )
-    counts = (fewest, (fewest + most) // 2, most)
-    return max((with_layers_on_host(draft, count) for count in counts), key=attrgetter("rank"))
+    counts = range(memory.WEIGHT_BUFFERS + 1, most + 1)
+    drafts = (with_layers_on_host(draft, count) for count in counts)
+    best = max(drafts, key=attrgetter("rank"), default=draft)
+    return best if best.fits else None
 
 
 def with_layers_on_host(draft: Draft, count: int) -> Draft:

@@ -207,7 +207,7 @@ class LoraSection(Section):
         "auto",
         description="Adapters of experts: one per expert (per_expert), one for all experts of a "
         "layer (shared), or none. auto is the first of these that fits, if target_modules is "
-        "all-linear or names experts; next to weights in host memory shared, if that is faster.",
+        "all-linear or names experts.",
     )
     use_rslora: bool = Field(
         False, description="Scale by alpha / sqrt(r) instead of alpha / r (rank-stabilized LoRA)."
