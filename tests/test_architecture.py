@@ -106,7 +106,7 @@ LIGHT_ROOMS = (
 KERNEL_MODULES = {
     *("boundaries", "trees", "process", "training_setup", "install", "needs", "modules", "sharded"),
     *("loss.head", "loss.tokens", "e4m3.linear", "e4m3.quantize", "e4m3.rows", "expert_modules"),
-    *("attention.forward", "attention.reference", "linear_attention", "linears.delivered"),
+    *("attention.forward", "attention.reference", "linear_attention"),
     *(
         "linears.four_bit",
         "linears.lora",

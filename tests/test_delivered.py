@@ -13,7 +13,6 @@ from run_files import run_json
 from tiny_models import TINY, tiny_model
 from torch import nn
 
-from sft_kernels.linears.delivered import DeliveredLinear, DeliveredLoraLinear
 from sft_kernels.linears.lora import LinearGroup, fuse_lora_linear
 from sft_play.config.schema import Config
 from sft_play.errors import ConfigError
@@ -22,7 +21,13 @@ from sft_play.inference.evaluate import evaluate_run
 from sft_play.inference.export import export_run
 from sft_play.inference.load import load_run
 from sft_play.models.compressed import KINDS, Rounding
-from sft_play.models.delivered import as_trained, deliver, deliver_adapters
+from sft_play.models.delivered import (
+    DeliveredLinear,
+    DeliveredLoraLinear,
+    as_trained,
+    deliver,
+    deliver_adapters,
+)
 from sft_play.runs.exports import ExportAsked
 
 LONG = pytest.mark.long

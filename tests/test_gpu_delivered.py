@@ -5,8 +5,8 @@ import torch
 from test_delivered import linears, own_and_fused
 from torch import nn
 
-from sft_kernels.linears.delivered import merged_weight
 from sft_play.models.compressed import KINDS, Rounding, has_rounding_kernel, scales_of
+from sft_play.models.delivered import merged_weight
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sft_kernels.e4m3.linear import Float8Linear
-from sft_kernels.linears.delivered import DeliveredLinear
 from sft_kernels.linears.products import BoundLinears, LinearAdapter, frozen_linear
 from sft_kernels.modules import decoder_of
 from sft_kernels.needs import DORA, DROPOUT, ZERO_3
@@ -142,7 +141,8 @@ def why_adapter_not_fusable(module: LoraLayer) -> str | None:
 
 
 def _why_base_not_fusable(base: nn.Module) -> str | None:
-    if type(base) not in (nn.Linear, Linear4bit, Float8Linear, DeliveredLinear):
+    is_known = type(base) in (nn.Linear, Linear4bit, Float8Linear)
+    if not is_known and not hasattr(base, "rounded_weight"):
         return f"a base layer of type {type(base).__name__}"
     if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
         return "base weights that are trained"
@@ -194,7 +194,7 @@ def fuse_lora_linear(module: LoraLayer) -> None:
 def bind_linears(modules: Sequence[nn.Module]) -> BoundLinears | None:
     """Return linears with their adapters; None if one of them cannot be fused."""
     bases = [getattr(module, "base_layer", module) for module in modules]
-    rounded = [isinstance(base, DeliveredLinear) for base in bases]
+    rounded = [hasattr(base, "rounded_weight") for base in bases]
     if any(why_not_fusable(module) for module in modules) or any(rounded) != all(rounded):
         return None
     linears = []

@@ -31,7 +31,6 @@ from sft_kernels.e4m3.quantize import float8_product, input_product, quantize
 from sft_kernels.e4m3.rows import Quantized
 from sft_kernels.linears import adapter_gradients
 from sft_kernels.linears.adapter_gradients import Factors
-from sft_kernels.linears.delivered import DeliveredLinear
 from sft_kernels.linears.four_bit import unpack_with_kernel
 from sft_kernels.partitioned import gathered_parameters, is_partitioned
 
@@ -107,9 +106,13 @@ class AdaptedLinear(FrozenLinear):
 
 
 class RoundedLinear(AdaptedLinear):
-    """A linear that rounds its input and its weight, including the adapter."""
+    """A linear that rounds its input and its weight, including the adapter.
 
-    def __init__(self, base: DeliveredLinear, adapter: LinearAdapter | None = None):
+    `base.rounded_weight(A, B, scale)` returns the weight (out, in), and `base.rounding.inputs(x)`
+    the input (N, in).
+    """
+
+    def __init__(self, base: nn.Module, adapter: LinearAdapter | None = None):
         super().__init__(base, adapter)
         factors = () if adapter is None else adapter[:3]
         self.full_weight = lambda dtype: base.rounded_weight(*factors).to(dtype)
@@ -146,7 +149,7 @@ class QuantizedLinear(AdaptedLinear):
 
 def frozen_linear(base: nn.Module, adapter: LinearAdapter | None) -> FrozenLinear:
     """Return a base layer and its adapter as the class for its form of weight."""
-    if isinstance(base, DeliveredLinear):
+    if hasattr(base, "rounded_weight"):
         return RoundedLinear(base, adapter)
     if isinstance(base, Float8Linear):
         return QuantizedLinear(base, adapter)

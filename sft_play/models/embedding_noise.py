@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from sft_kernels.install import base_model_of
+from sft_kernels.training_setup import base_model_of
 
 
 class EmbeddingNoise:
