@@ -17,13 +17,14 @@ import pytest
 import torch
 from faults.processes import fail_in_step_3, run_out
 from marks import long
+from plan_examples import plan_for
 from rank_processes import run_two_workers, start_rank, wait_for, work
 from run_files import run_json
 from test_plan_launch import ranks_of
 
 from sft_play.commands import call as calls
 from sft_play.config import invocation
-from sft_play.errors import ExitClass, OutOfMemory, is_out_of_memory
+from sft_play.errors import ConfigError, ExitClass, OutOfMemory, is_out_of_memory
 from sft_play.plan import launch
 from sft_play.plan.launch import free_port
 from sft_play.plan.next_command import after_out_of_memory, smaller_settings
@@ -178,6 +179,20 @@ def test_where_nothing_can_be_smaller_the_next_command_shares_the_model(planned)
     words = after_out_of_memory(config, run.plan, path, "optimizer", has_checkpoint=True)
     assert words.endswith("TRAIN_STRATEGY=zero3")
     assert "TRAIN_RESUME_FROM" not in words
+
+
+def test_a_model_with_dora_is_shared_without_it(planned):
+    """Neither FSDP nor ZeRO-3 trains DoRA; all that a rank could do by itself is done."""
+    run, folder = planned
+    config = run.config.changed({"tuning.mode": "qlora", "tuning.lora.use_dora": True})
+    words = after_out_of_memory(config, run.plan, folder.path, "optimizer", has_checkpoint=True)
+    assert words.endswith("TRAIN_GRAD_ACCUM=auto TUNING_LORA_USE_DORA=false TRAIN_STRATEGY=fsdp")
+    for strategy in ("fsdp", "zero3"):
+        shared = ("tuning.mode=qlora", "tuning.backend=bnb", f"train.strategy={strategy}")
+        with pytest.raises(ConfigError):
+            plan_for("2x4090", *shared, "tuning.lora.use_dora=true")
+    alone = ("tuning.mode=qlora", "tuning.backend=bnb", "tuning.lora.use_dora=false")
+    assert plan_for("2x4090", *alone, "train.strategy=fsdp").plan.fits
 
 
 # The cause

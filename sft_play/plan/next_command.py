@@ -168,10 +168,12 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
 
 
 def _divided(config: Config) -> dict[str, object]:
-    """Return the settings that shard a model across GPUs."""
-    backend = {"tuning.backend": "bnb"}
-    is_zero = why_not_fsdp(config.changed(backend)) is not None
-    return {**backend, "train.grad_accum": "auto", "train.strategy": "zero3" if is_zero else "fsdp"}
+    """Return the settings that shard a model across GPUs. None of these can have DoRA."""
+    changes = {"tuning.backend": "bnb", "train.grad_accum": "auto"}
+    if config.tuning.lora.use_dora:
+        changes["tuning.lora.use_dora"] = False
+    is_zero = why_not_fsdp(config.changed(changes)) is not None
+    return {**changes, "train.strategy": "zero3" if is_zero else "fsdp"}
 
 
 def _halved(plan: RunPlan) -> dict[str, object]:
