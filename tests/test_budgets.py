@@ -43,13 +43,13 @@ TOKENS = {
     "data": 74_300,
     "evaluation": 12_710,
     "inference": 21_050,
-    "models": 44_340,
+    "models": 44_720,
     "monitor": 7_850,
     "notebook_converter": 10_840,
     "plan": 48_710,
     "reporting": 10_460,
     "runs": 16_530,
-    "sft_kernels": 62_000,
+    "sft_kernels": 61_000,
     "training": 47_550,
 }
 FILES = 345
