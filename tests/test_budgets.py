@@ -11,6 +11,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -58,9 +59,9 @@ FUNCTIONS = 3_960
 CALLS = 610
 CALLED_FUNCTIONS = 60
 CALLED_FILES = 15
-# functions of ours that a plan of a known model runs, and calls
-PLANNED_FUNCTIONS = 300
-PLANNED_CALLS = 3_410
+# functions of ours that a second plan of a known model runs, and calls
+PLANNED_FUNCTIONS = 298
+PLANNED_CALLS = 3_350
 # functions of ours that run for a row, and calls a row
 CALLS_OF_ROWS = {"gsm8k": (43, 56), "desk": (46, 74), "with tools": (81, 157)}
 SKIPPED = {
@@ -164,8 +165,10 @@ def test_a_micro_batch_runs_little_python(model: torch.nn.Module) -> None:
 
 
 def test_a_plan_walks_few_functions() -> None:
+    plan = partial(plan_for, "8xH100", "model.name=Qwen/Qwen3-30B-A3B")
+    plan()  # what a process computes once
     with counting_calls() as calls:
-        plan_for("8xH100", "model.name=Qwen/Qwen3-30B-A3B")
+        plan()
     assert len(calls) <= PLANNED_FUNCTIONS
     assert calls.total() <= PLANNED_CALLS
 

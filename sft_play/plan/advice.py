@@ -146,9 +146,9 @@ def _options(draft: Draft) -> Iterator[Option]:
         if is_float32 and machine.is_half and not machine.zero_stage:
             costs = "weights are updated in 16 bits"
             yield _setting({"model.dtype": "bfloat16"}, "dtype", costs)
-        if machine.is_gpu and "8bit" not in train.optim:
-            yield _setting({"train.optim": "adamw_8bit"}, "optim", "optimizer state in 8 bits")
         yield _setting({"tuning.mode": "lora"}, "mode", "trains adapters")
+    if machine.is_gpu and "8bit" not in train.optim:
+        yield _setting({"train.optim": "adamw_8bit"}, "optim", "optimizer state in 8 bits")
     if tuning.mode != "qlora":
         unquantized = {"tuning.base_dtype": "auto"} if tuning.has_float8_base else {}
         costs = "trains adapters over 4-bit weights"
