@@ -194,7 +194,8 @@ def request_of_started_run(request: BatchRequest, planned: Layout) -> BatchReque
 def point_of(layout: Layout, points: Sequence[ProbePoint]) -> ProbePoint | None:
     """Return what was measured of a layout itself; None if it was not tried."""
     for point in points:
-        if (point.tokens, point.checkpointed_layers) == (layout.tokens, layout.checkpointed_layers):
+        is_same = point.checkpointed_layers == layout.checkpointed_layers
+        if is_same and point.tokens == layout.tokens and point.accumulates >= layout.accumulates:
             return point
     return None
 

@@ -173,21 +173,23 @@ class Probe:
                 raise next_command.probe_does_not_fit(
                     fit, self.request, layout, allowed, budget, self.device
                 )
-            if not probe_fit.is_known_to_fit(self.step, layout, tried, budget):
+            fits = probe_fit.is_known_to_fit(self.step, layout, tried, budget)
+            point = probe_fit.point_of(layout, tried)
+            if not fits and point is None:
                 point = self._measure(dry_run, layout)
                 if point is not None:
                     tried += (point,)
-                if point is None or self._needs(point, layout) > budget:
-                    if found is not None:
-                        return found, tried
-                    is_set = self.request.batch_size != "auto"
-                    if point is not None and is_set and layout == batch.smallest(self.request):
-                        self._warn_of_tight_batch(layout, point, budget)  # it runs, nevertheless
-                        return layout, tried
-                    last = layout
-                    allowed = min(allowed, fit.peak(layout)) - 1
-                    continue
-            point = probe_fit.point_of(layout, tried)
+                    fits = self._needs(point, layout) <= budget
+            if not fits:
+                if found is not None:
+                    return found, tried
+                is_set = self.request.batch_size != "auto"
+                if point is not None and is_set and layout == batch.smallest(self.request):
+                    self._warn_of_tight_batch(layout, point, budget)  # it runs, nevertheless
+                    return layout, tried
+                last = layout
+                allowed = min(allowed, fit.peak(layout)) - 1
+                continue
             if found is not None or point is None:
                 return layout, tried
             found = layout
@@ -337,7 +339,8 @@ def _line(probe: Probe, result: ProbeResult, facts: ProbeReport) -> str:
     """Return the log line of a probe."""
     layout = result.layout
     context = probe_fit.context_bytes(probe.step, layout) if probe.memory.is_exact else 0
-    peaks = result.points[-1].phases.items()
+    point = probe_fit.point_of(layout, result.points) or result.points[-1]
+    peaks = point.phases.items()
     measured = " ".join(f"{name}={(peak + context) / GIB:.2f}GiB" for name, peak in peaks)
     predicted = f"{max(facts.predicted_before.values()) / GIB:.2f}"
     if facts.predicted_after is not None:
