@@ -4,6 +4,7 @@ The next command keeps the effective batch.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -181,18 +182,27 @@ def test_where_nothing_can_be_smaller_the_next_command_shares_the_model(planned)
     assert "TRAIN_RESUME_FROM" not in words
 
 
-def test_a_model_with_dora_is_shared_without_it(planned):
-    """Neither FSDP nor ZeRO-3 trains DoRA; all that a rank could do by itself is done."""
+@pytest.mark.parametrize(
+    "setting, value, without",
+    [
+        ("tuning.lora.use_dora", True, "TUNING_LORA_USE_DORA=false"),
+        ("tuning.lora.modules_to_save", ["lm_head"], "TUNING_LORA_MODULES_TO_SAVE=null"),
+        ("tuning.lora.trainable_tokens", ["<|user|>"], "TUNING_LORA_TRAINABLE_TOKENS=null"),
+        ("model.add_tokens", ["<|x|>"], "MODEL_ADD_TOKENS=null"),
+    ],
+)
+def test_a_model_is_shared_without_what_prevents_it(planned, setting, value, without):
+    """Neither FSDP nor ZeRO-3 shards it; all that a rank could do by itself is done."""
     run, folder = planned
-    config = run.config.changed({"tuning.mode": "qlora", "tuning.lora.use_dora": True})
+    config = run.config.changed({"tuning.mode": "qlora", setting: value})
     words = after_out_of_memory(config, run.plan, folder.path, "optimizer", has_checkpoint=True)
-    assert words.endswith("TRAIN_GRAD_ACCUM=auto TUNING_LORA_USE_DORA=false TRAIN_STRATEGY=fsdp")
+    assert words.endswith(f"TRAIN_GRAD_ACCUM=auto {without} TRAIN_STRATEGY=fsdp")
+    asked = ("tuning.mode=qlora", f"{setting}={json.dumps(value)}")
     for strategy in ("fsdp", "zero3"):
-        shared = ("tuning.mode=qlora", "tuning.backend=bnb", f"train.strategy={strategy}")
         with pytest.raises(ConfigError):
-            plan_for("2x4090", *shared, "tuning.lora.use_dora=true")
-    alone = ("tuning.mode=qlora", "tuning.backend=bnb", "tuning.lora.use_dora=false")
-    assert plan_for("2x4090", *alone, "train.strategy=fsdp").plan.fits
+            plan_for("2x4090", *asked, f"train.strategy={strategy}")
+    typed = dict(word.split("=", 1) for word in words.split()[-3:])
+    assert plan_for("2x4090", "tuning.mode=qlora", environ=typed).plan.fits
 
 
 # The cause

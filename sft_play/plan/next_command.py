@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from sft_play.config.backends import backend_of
@@ -19,7 +20,7 @@ from sft_play.plan.memory import GIB
 from sft_play.plan.probe_fit import MeasuredFit
 from sft_play.plan.run_plan import RunPlan
 from sft_play.plan.step import Layout
-from sft_play.plan.strategy import why_not_fsdp
+from sft_play.plan.strategy import unsharded, why_not_fsdp
 
 TARGETS = {
     "single": "train",
@@ -44,8 +45,8 @@ def make_command(target: str, variables: Mapping[str, object]) -> list[str]:
     """Return the words of a make command, quoted for a shell."""
     words = ["make", target]
     for name, value in variables.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        words.append(f"{name}={shlex.quote(text)}")
+        text = "null" if value is None else str(value)
+        words.append(f"{name}={shlex.quote(text.lower() if isinstance(value, bool) else text)}")
     return words
 
 
@@ -168,10 +169,10 @@ def smaller_settings(config: Config, plan: RunPlan, phase: str) -> dict[str, obj
 
 
 def _divided(config: Config) -> dict[str, object]:
-    """Return the settings that shard a model across GPUs. None of these can have DoRA."""
+    """Return the settings that shard a model across GPUs, without those that prevent it."""
     changes = {"tuning.backend": "bnb", "train.grad_accum": "auto"}
-    if config.tuning.lora.use_dora:
-        changes["tuning.lora.use_dora"] = False
+    if config.tuning.mode != "full":
+        changes |= {name: attrgetter(name)(Config()) for name in unsharded(config)}
     is_zero = why_not_fsdp(config.changed(changes)) is not None
     return {**changes, "train.strategy": "zero3" if is_zero else "fsdp"}
 
