@@ -33,6 +33,7 @@ EXAMPLE = Example(
 )
 RESULTS = PROJECT_ROOT / "benchmarks" / "results" / "speed-h200.json"
 SPEED = Results.read(RESULTS)
+PROMISED = Results.read(RESULTS.with_name("promised-h200.json"))
 TOLERANCE = 0.10  # of what was measured
 MODES = ("lora", "qlora", "full")
 MIXTURES = ("Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b")
@@ -119,6 +120,37 @@ def test_a_mixture_trains_on_an_h200_as_fast_as_predicted(
     layout = {"batch_size": rows, "grad_accum": 4 // rows, "checkpointed_layers": recomputed}
     found = speed(model=model, mode=mode, adapters=Adapters(experts="shared"), **layout)
     assert found.tokens_per_second == pytest.approx(tokens_per_second, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name, experts, offloaded, error",  # as docs/evidence/planner-numbers.md says
+    [
+        ("gpt-oss-120b-48-gib", "per_expert", 29, 0.00),
+        ("gpt-oss-120b-80-gib", "shared", 0, 0.02),
+        ("gpt-oss-20b-on-an-h200", "per_expert", 0, 0.13),
+        ("gpt-oss-20b-recomputed", "per_expert", 0, 0.18),
+        ("gpt-oss-20b-16-gib", "per_expert", 15, 0.18),
+        ("gpt-oss-20b-12-gib", "per_expert", 19, 0.42),
+        ("30b-a3b-24-gib", "shared", 0, 0.43),
+        ("30b-a3b-16-gib", "per_expert", 45, 0.17),
+    ],
+)
+def test_mixtures_in_small_memory_are_predicted_with_the_documented_error(
+    name, experts, offloaded, error
+):
+    result = PROMISED.find(name, "ours-bnb")
+    found = speed(
+        model=load_shape(WORKLOADS[name].shape, None, {}),
+        mode="qlora",
+        is_fast=True,
+        adapters=Adapters(experts=experts),
+        offloaded_weight_layers=offloaded,
+        max_seq_len=2048,
+        batch_size=result.settings["batch_size"],
+        grad_accum=result.settings["micro_batches"],
+        checkpointed_layers=result.settings["checkpointed_layers"],
+    )
+    assert found.tokens_per_second / result.tokens_per_second - 1 == pytest.approx(error, abs=0.01)
 
 
 @pytest.mark.parametrize("strategy, tokens_per_second", [("ep", 54.5e3), ("fsdp", 40.5e3)])

@@ -87,9 +87,8 @@ def test_the_load_of_each_gpu_stands_under_the_number_of_its_rank():
 def test_a_sample_has_what_nvml_gives(plant):
     plant(card("GPU-a", watts=412, celsius=54), card("GPU-b", busy=None, memory_version=0))
     first, second = sample_gpus({3: "GPU-a", 4: "GPU-b"})
-    assert first == GpuSample(
-        3, 97, 10.0, 412, 54
-    )  # without what the driver reserves, as nvidia-smi
+    # what the driver reserves is not counted, as by nvidia-smi
+    assert first == GpuSample(3, 97, 10.0, 412, 54)
     # a GPU without separate memory uses the host's
     assert second == GpuSample(4, used_gib=second.used_gib) and second.used_gib > 0
 
