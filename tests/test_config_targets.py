@@ -100,7 +100,7 @@ def test_the_table_has_every_target_and_every_variable():
 
 @pytest.mark.parametrize(
     ("target", "meant"),
-    [("trian", "train"), ("finetune", "train"), ("evaluate", "eval"), ("tensorbord", "tensorboard"), ("reprot", "report")],
+    [("trian", "train"), ("finetune", "train"), ("plan-distributed", "plan"), ("evaluate", "eval"), ("tensorbord", "tensorboard"), ("reprot", "report")],
 )  # fmt: skip
 def test_an_unknown_target_is_refused_with_the_one_it_most_likely_means(target, meant):
     with pytest.raises(ConfigError, match=f"^{target}: no such target; did you mean {meant}\\?$"):

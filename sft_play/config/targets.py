@@ -142,7 +142,7 @@ TARGET_SYNONYMS = names_by_meaning(
         "train": "fine-tune finetune fit learn run sft start tune",
         "eval": "evaluate score",
         "infer": "generate inference predict",
-        "plan": "dry-run estimate",
+        "plan": "dry-run estimate plan-distributed",
         "data-check": "check validate",
         "install": "deps requirements setup",
         "export": "convert gguf save",
