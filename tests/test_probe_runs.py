@@ -356,6 +356,20 @@ def test_a_step_that_the_fit_took_for_too_large_is_tried_once_there_seems_room(
     assert facts[0]["verified_bytes"] == max(facts[0]["predicted_after"].values())
 
 
+@pytest.mark.parametrize(
+    "at_2048, chosen, failures", [(0.25, (8, 1, 0), 0), (2, (2, 4, 0), 1)], ids=["fits", "does-not"]
+)
+def test_what_the_plan_of_a_moe_model_takes_is_tried_though_the_line_refuses_it(
+    plan_run, run_worker, on_fake, base_of, at_2048, chosen, failures
+):
+    """By the line 8 rows take 4.5; they take 1.5, or run out of memory."""
+    folder = plan_run({**FREE, "model.name": base_of("qwen2_moe")})
+    assert step_of_plan(folder) == (8, 1, 0)
+    gpu = on_fake(1.7, cliffs={2048: at_2048})
+    assert run_worker(folder) == 0 and step_of(folder) == chosen
+    assert gpu.failures == failures
+
+
 @pytest.mark.long
 def test_a_packed_run_is_cut_anew_with_its_packs(plan_run, run_worker, on_fake, losses_of):
     plain, folder = (
@@ -462,15 +476,10 @@ def test_ranks_of_unlike_memory_choose_alike(plan_run, memory, step):
     assert step_of_plan(folder) == (4, 1, 0)
     assert run_on(folder, **memory) == 0
     assert step_of(folder) == step
-    log = (folder.logs / "rank-0.log").read_text()
-    assert (
-        f" batch {step[0]} x 2 x {step[1]} = 8 (was 4 x 2 x 1) checkpointing=" in log
-        and f":{step[2]}/2 in " in log
-    )
-    assert (
-        f"probe chose batch={step[0]} accum={step[1]} checkpointed_layers={step[2]}"
-        in (folder.logs / "rank-1.log").read_text()
-    )
+    for rank in (0, 1):
+        log = (folder.logs / f"rank-{rank}.log").read_text()
+        assert f" batch {step[0]} x 2 x {step[1]} = 8 (was 4 x 2 x 1) checkpointing=" in log
+        assert f":{step[2]}/2 in " in log
 
 
 @pytest.mark.slow
