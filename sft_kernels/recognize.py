@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 
-from sft_kernels.attention.reference import attend_rows, rotate_reference
+from sft_kernels.attention.reference import Scoring, attend_document, rotate_reference
 from sft_kernels.expert_modules import true_shape
 from sft_kernels.linears.glu import Activation, sigmoid_argument
 from sft_kernels.norms.residual import LayerRoles, NormKind, ReferenceNorms
@@ -253,11 +253,12 @@ class AttentionKind:
 
     rotates: bool  # some layers know no positions
     norms_all_heads: bool  # at once, as OLMo 2 does, if there are norms
+    has_half_tables: bool = False  # cos and sin as in gpt-oss; Llama's contain each number twice
 
 
 ATTENTION_KINDS = [
-    AttentionKind(rotates, norms_all_heads)
-    for rotates, norms_all_heads in itertools.product((True, False), (False, True))
+    *itertools.starmap(AttentionKind, itertools.product((True, False), (False, True))),
+    AttentionKind(rotates=True, norms_all_heads=False, has_half_tables=True),
 ]
 
 
@@ -266,14 +267,15 @@ def attention_kind_of(module: nn.Module) -> AttentionKind | None:
     """Return the kind of an attention module; None if `attention_forward` does not fit it.
 
     It fits projections of queries, keys and values (or one projection for all three) and of the
-    output. Norms of each head, or of all heads at once, are optional. Rotary embeddings are over
-    the halves of a head.
+    output. Norms of each head, or of all heads at once, and sinks are optional. Rotary embeddings
+    are over the halves of a head.
     """
     children = dict(module.named_children())
     linears = {name for name, child in children.items() if is_linear(child)}
     if linears not in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}):
         return None
-    if children.keys() - linears not in (set(), {"q_norm", "k_norm"}) or module._parameters:
+    others = children.keys() - linears
+    if others not in (set(), {"q_norm", "k_norm"}) or module._parameters.keys() - {"sinks"}:
         return None
     if not (hasattr(module, "scaling") and hasattr(module, "head_dim")):
         return None
@@ -298,8 +300,11 @@ def _computes_attention(module: nn.Module, kind: AttentionKind, size: int) -> bo
     query = size * numbers(1, ATTENDED, queries, seed=1)
     key = size * numbers(1, ATTENDED, keys, seed=2)
     value = size * numbers(1, ATTENDED, keys, seed=3)
-    angles = numbers(1, ATTENDED, width // 2, seed=4).repeat(1, 1, 2)
-    positions = (angles.cos(), angles.sin())
+    angles = numbers(1, ATTENDED, width // 2, seed=4)
+    tables = angles if kind.has_half_tables else angles.repeat(1, 1, 2)
+    sinks = numbers(queries // width, seed=5) if "sinks" in module._parameters else None
+    # eager attention gets its mask from the model
+    mask = torch.full((1, 1, ATTENDED, ATTENDED), -torch.inf, dtype=query.dtype).triu(1)
     stubs = {
         "q_proj": Stub(lambda x: query.clone()),  # OLMo clamps in place
         "k_proj": Stub(lambda x: key.clone()),
@@ -310,14 +315,16 @@ def _computes_attention(module: nn.Module, kind: AttentionKind, size: int) -> bo
         "k_norm": Stub(lambda x: functional.normalize(x.sin(), dim=-1)),
     }
     present = {name: stubs[name] for name, _ in module.named_children() if name in stubs}
-    inputs = {"position_embeddings": positions, "attention_mask": None}
-    result = own_result(module, present, hidden_states=numbers(1, ATTENDED, 4), **inputs)
+    weights = {} if sinks is None else {"sinks": sinks}
+    inputs = {"position_embeddings": (tables.cos(), tables.sin()), "attention_mask": mask}
+    x = numbers(1, ATTENDED, 4)
+    result = own_result(module, {**present, **weights}, hidden_states=x, **inputs)
     if kind.norms_all_heads and "q_norm" in present:
         query, key = stubs["q_norm"](query), stubs["k_norm"](key)
     query, key, value = (each.unflatten(-1, (-1, width)) for each in (query, key, value))
     if not kind.norms_all_heads and "q_norm" in present:
         query, key = stubs["q_norm"](query), stubs["k_norm"](key)
     if kind.rotates:
-        query, key = (rotate_reference(each, *positions) for each in (query, key))
-    expected = attend_rows(query, key, value, module.scaling).flatten(2)
+        query, key = (rotate_reference(each, angles.cos(), angles.sin()) for each in (query, key))
+    expected = attend_document(query, key, value, Scoring(module.scaling, sinks=sinks)).flatten(2)
     return isinstance(result, tuple) and agrees(result[0], expected, rtol=1e-5)

@@ -239,6 +239,7 @@ def test_a_norm_is_known_by_its_numbers(model_type, expected):
     [
         ("llama", [True, True]),
         ("phi3", [True, True]),
+        ("gpt_oss", [True, True]),  # with sinks, and tables of half a head
         ("smollm3", [True, False]),
         ("ministral3", [None, None]),  # it scales queries by their position
         ("glm4", [None, None]),  # it rotates pairs of neighbors

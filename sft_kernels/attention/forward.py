@@ -74,8 +74,10 @@ def attention_forward(
     if has_norms and not kind.norms_all_heads:
         query, key = self.q_norm(query), self.k_norm(key)
     if kind.rotates:
-        query, key = apply_rotary(query, key, *position_embeddings)
-    scoring = Scoring(self.scaling, _window(self))
+        cos, sin = position_embeddings
+        width = (1 + kind.has_half_tables) * cos.shape[-1]
+        query, key = apply_rotary(query, key, cos, sin, width)
+    scoring = Scoring(self.scaling, _window(self), sinks=getattr(self, "sinks", None))
     mixed = _attend_batch(self, query, key, value, scoring, attention_mask)
     (output,) = _run_linears(self, mixed.flatten(-2), self.output_linear)
     return output, None

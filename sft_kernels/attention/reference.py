@@ -81,7 +81,7 @@ def attend_lengths(
         end = begin + len(q)
         of_document = tree and TreeRows(tree.positions[begin:end], tree.ends[begin:end] - begin)
         inputs = q[None], k[None], v[None]
-        output = _attend_document(*inputs, scoring.within(len(q)), of_document)
+        output = attend_document(*inputs, scoring.within(len(q)), of_document)
         outputs.append(output[0])
         begin = end
     return torch.cat(outputs)
@@ -99,8 +99,8 @@ def _seen(tokens: int, scoring: Scoring, tree: TreeRows | None, device: torch.de
     return sees
 
 
-def _attend_document(
-    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, tree: TreeRows | None
+def attend_document(
+    query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, tree: TreeRows | None = None
 ) -> Tensor:
     """Return attention in a document: query (1, T, H, D), key (1, T, K, D), value (1, T, K, V)."""
     if scoring.is_plain and tree is None:
@@ -122,33 +122,34 @@ def _attend_document(
     return torch.matmul(weights, value.transpose(1, 2)).transpose(1, 2)
 
 
-def apply_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return query (B, T, H, D) and key (B, T, K, D), rotated by cos and sin (B or 1, T, R).
+def apply_rotary(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """Return query (B, T, H, D) and key (B, T, K, D) with their first R = `width` features rotated.
 
-    On a GPU, query and key are overwritten: no other code may read them afterwards.
+    cos and sin (B or 1, T, R / 2 or more); only R / 2 features are read. On a GPU, query and key
+    are overwritten: no other code may read them afterwards.
     """
     if query.is_cuda:
         from liger_kernel.ops import LigerRopeFunction
 
         # Liger expects (B, H, T, D), and transposes it back to (B, T, H, D)
         rotated_query, rotated_key = LigerRopeFunction.apply(
-            query.transpose(1, 2), key.transpose(1, 2), cos, sin
+            query.transpose(1, 2), key.transpose(1, 2), cos, sin, None, 1, width
         )
         return rotated_query.transpose(1, 2), rotated_key.transpose(1, 2)
     if triton_kernels.is_traced:
         return AllocatedRotary.apply(query, key, cos, sin)
-    return rotate_reference(query, cos, sin), rotate_reference(key, cos, sin)
+    tables = cos[..., : width // 2], sin[..., : width // 2]
+    return rotate_reference(query, *tables), rotate_reference(key, *tables)
 
 
 def rotate_reference(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return states (B, T, H, D) with their first R features rotated."""
-    width = cos.shape[-1]
-    rotated = states[..., :width]
-    rest = states[..., width:]
-    first, second = rotated.chunk(2, dim=-1)
-    turned = torch.cat((-second, first), dim=-1)
-    rotated = rotated * cos.unsqueeze(2) + turned * sin.unsqueeze(2)
-    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
+    """Return states (B, T, H, D), rotated by cos and sin (B or 1, T, R / 2)."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    half = cos.shape[-1]
+    first, second, rest = states.split((half, half, states.shape[-1] - 2 * half), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
 
 
 class AllocatedRotary(torch.autograd.Function):
