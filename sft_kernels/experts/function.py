@@ -40,7 +40,7 @@ from sft_kernels.experts.products import (
     rows_times,
     sum_choices,
 )
-from sft_kernels.linears.glu import Activation, activation_of, glu_backward, glu_forward
+from sft_kernels.linears.glu import Activation, activation_of, glu_forward
 from sft_kernels.partitioned import gathered_parameters
 
 GateGradients = tuple[Tensor, Tensor, Tensor]
@@ -50,6 +50,7 @@ class Glu:
     """A gated linear unit: computed by `kernels` on a GPU, and by a formula in torch elsewhere."""
 
     form: tuple[str, float, float]  # `kernels.Form`
+    reference: Callable[[Tensor], Tensor]  # h (S, I) of y (S, F), computed in float32 and rounded
 
     def forward(self, y: Tensor, ends: Tensor | None = None) -> Tensor:
         """Return h (S, I) of y (S, F); rows after the last of `ends` (E,) may be skipped."""
@@ -70,7 +71,13 @@ class Glu:
             return kernels.expert_glu_backward(dh, y, weights, self.form, ends)
         if triton_kernels.is_traced:
             return torch.empty_like(y), y.new_empty(len(y), dtype=torch.float32), dh
-        return self.reference_gradients(dh, y, weights)
+        wide = torch.promote_types(y.dtype, torch.float32)
+        with torch.enable_grad():
+            leaf = y.detach().to(wide).requires_grad_()
+            h = self.reference(leaf)
+        dh = dh.to(wide)
+        (dy,) = torch.autograd.grad(h, leaf, dh * weights.unsqueeze(-1))
+        return dy.to(y.dtype), _row_products(dh, h.detach()), h.detach().to(y.dtype)
 
 
 @dataclass(frozen=True)
@@ -84,16 +91,7 @@ class FusedGlu(Glu):
         return self.activation, 0.0, 0.0
 
     def reference(self, y: Tensor) -> Tensor:
-        """Return h (S, I) of y (S, 2 I)."""
         return glu_forward(*y.chunk(2, dim=-1), self.activation)
-
-    def reference_gradients(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
-        """Return what `backward` does."""
-        gate, up = y.chunk(2, dim=-1)
-        dy = torch.empty_like(y)
-        h = torch.empty_like(dh)
-        glu_backward(dh, gate, up, self.activation, *dy.chunk(2, dim=-1), h=h)
-        return dy * weights.unsqueeze(-1).to(dy.dtype), _row_products(dh, h), h
 
 
 @dataclass(frozen=True)
@@ -108,27 +106,11 @@ class ClampedGlu(Glu):
         return "clamped", self.alpha, self.limit
 
     def reference(self, y: Tensor) -> Tensor:
-        """Return h (S, I) of y (S, 2 I), rounded once."""
         wide = torch.promote_types(y.dtype, torch.float32)
         gate, up = y.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
         gate = gate.clamp(max=self.limit)
         up = up.clamp(-self.limit, self.limit)
         return ((up + 1) * gate * torch.sigmoid(self.alpha * gate)).to(y.dtype)
-
-    def reference_gradients(self, dh: Tensor, y: Tensor, weights: Tensor) -> GateGradients:
-        """Return what `backward` does."""
-        alpha, limit = self.alpha, self.limit
-        wide = torch.promote_types(y.dtype, torch.float32)
-        gate, up = y.to(wide).unflatten(-1, (-1, 2)).unbind(-1)
-        g = gate.clamp(max=limit)
-        u = up.clamp(-limit, limit)
-        s = torch.sigmoid(alpha * g)
-        d = dh.to(wide) * weights.unsqueeze(-1)
-        dgate = d * (u + 1) * (s + alpha * g * s * (1 - s)) * (gate <= limit)
-        dup = d * g * s * (up.abs() <= limit)
-        h = (u + 1) * g * s
-        dy = torch.stack((dgate, dup), dim=-1).flatten(-2)
-        return dy.to(y.dtype), _row_products(dh, h), h.to(dh.dtype)
 
 
 @dataclass(frozen=True)
