@@ -40,20 +40,18 @@ def _larger(one, other):
 
 @triton.jit
 def _write_tiles(ends, tiles, experts, most, rows: tl.constexpr, block: tl.constexpr):
-    """Write the expert and first row of each tile; expert -1 after the last. One program."""
+    """Write the expert and first row of each tile, and the first tile of each expert."""
     expert = tl.arange(0, block)
     inside = expert < experts
     end = tl.load(ends + expert, inside, 0)
     begin = tl.load(ends + expert - 1, inside & (expert > 0), 0)
     count = tl.where(inside, (end - begin + rows - 1) // rows, 0)
     place = tl.associative_scan(count, 0, _add) - count
+    tl.store(tiles + 2 * most + expert, place, expert <= experts)
     for number in range(tl.reduce(count, 0, _larger)):
         has_tile = number < count
         tl.store(tiles + place + number, expert, has_tile)
         tl.store(tiles + most + place + number, begin + number * rows, has_tile)
-    for start in range(tl.reduce(count, 0, _add), most, block):
-        behind = start + tl.arange(0, block)
-        tl.store(tiles + behind, tl.full((block,), -1, tl.int32), behind < most)
 
 
 @triton.jit
@@ -96,43 +94,44 @@ def _product(
     summed_block: tl.constexpr,
     ranks_block: tl.constexpr,
 ):
-    tiles, most, ends, first_expert, last_expert = place
+    tiles, most, ends, first_expert, last_expert, together = place
     summed, features, choices = sizes
     column_tiles = (features + block - 1) // block
-    tile = program_number() // column_tiles
-    expert = tl.load(tiles + tile).to(tl.int64)
-    if (expert < first_expert) | (expert >= last_expert):
-        return
-    row = tl.load(tiles + most + tile) + tl.arange(0, rows_block)
-    inside = row < tl.load(ends + expert)
-    row = row.to(tl.int64)
-    source = row
-    if of_tokens:
-        source = (tl.load(order + row, inside, 0) // choices).to(tl.int64)
     first_column = (program_number() % column_tiles * block).to(tl.int32)
     column = first_column + tl.arange(0, block)
     has_column = column < features
+    first_tile = tl.load(tiles + 2 * most + first_expert)
+    last_tile = tl.load(tiles + 2 * most + last_expert)
+    first_tile += (program_number() // column_tiles).to(tl.int32)
+    for tile in range(first_tile, last_tile, together):
+        expert = tl.load(tiles + tile).to(tl.int64)
+        row = tl.load(tiles + most + tile) + tl.arange(0, rows_block)
+        inside = row < tl.load(ends + expert)
+        row = row.to(tl.int64)
+        source = row
+        if of_tokens:
+            source = (tl.load(order + row, inside, 0) // choices).to(tl.int64)
 
-    total = tl.full((rows_block, block), 0, tl.float32)
-    if has_term:
-        total = _add_term(total, term, expert, row, inside, column, features, ranks_block)
-    if has_bias:
-        bias = tl.load(biases + expert * features + column, has_column, 0)
-        total += bias.to(tl.float32)[None, :]
-    x_row = x + source[:, None] * summed
-    for start in range(0, summed, summed_block):
-        index = start + tl.arange(0, summed_block)
-        value = tl.load(x_row + index[None, :], inside[:, None] & (index < summed)[None, :], 0)
-        if lines_are_summed:
-            line, lines, first, across, size = index, summed, first_column, column, features
-        else:
-            line, lines, first, across, size = column, features, start, index, summed
-        of_lines = (line, line < lines, first, across, size)
-        found = _weights(matrices, expert - first_expert, of_lines, quant_type, weights_a_scale)
-        found = found.to(value.dtype)
-        total = tl.dot(value, found if lines_are_summed else found.T, total)
-    out += row[:, None] * features + column[None, :]
-    tl.store(out, total.to(out.dtype.element_ty), inside[:, None] & has_column[None, :])
+        total = tl.full((rows_block, block), 0, tl.float32)
+        if has_term:
+            total = _add_term(total, term, expert, row, inside, column, features, ranks_block)
+        if has_bias:
+            bias = tl.load(biases + expert * features + column, has_column, 0)
+            total += bias.to(tl.float32)[None, :]
+        x_row = x + source[:, None] * summed
+        for start in range(0, summed, summed_block):
+            index = start + tl.arange(0, summed_block)
+            value = tl.load(x_row + index[None, :], inside[:, None] & (index < summed)[None, :], 0)
+            if lines_are_summed:
+                line, lines, first, across, size = index, summed, first_column, column, features
+            else:
+                line, lines, first, across, size = column, features, start, index, summed
+            of_lines = (line, line < lines, first, across, size)
+            found = _weights(matrices, expert - first_expert, of_lines, quant_type, weights_a_scale)
+            found = found.to(value.dtype)
+            total = tl.dot(value, found if lines_are_summed else found.T, total)
+        written = out + row[:, None] * features + column[None, :]
+        tl.store(written, total.to(out.dtype.element_ty), inside[:, None] & has_column[None, :])
 
 
 @triton.jit
@@ -225,11 +224,14 @@ def rows_of_tile(rows: int, experts: int) -> int:
 
 
 def tiles_of(ends: Tensor, rows: int) -> Tensor:
-    """Return the expert of each tile and its first row, (2, tiles) int32; -1 for no expert."""
+    """Return (3, T) int32: the expert of each tile, its first row, and each expert's first tile.
+
+    The last expert's first tile is followed by the number of tiles, which is less than T.
+    """
     experts = len(ends)
     tile_rows = rows_of_tile(rows, experts)
-    tiles = torch.empty(2, rows // tile_rows + experts, dtype=torch.int32, device=ends.device)
-    block = triton.next_power_of_2(experts)
+    tiles = torch.empty(3, rows // tile_rows + experts + 1, dtype=torch.int32, device=ends.device)
+    block = triton.next_power_of_2(experts + 1)
     _write_tiles[(1,)](ends, tiles, experts, tiles.shape[1], tile_rows, block)
     return tiles
 
@@ -263,11 +265,13 @@ def grouped_product(
         of_term = (ranks, factors, factors.stride(0), scale, ranks.shape[1])
     tile_rows = rows_of_tile(len(order), len(ends))
     block = min(columns_of_tile(x.device, tile_rows, bool(packing)), _side(features, 256))
-    _product[(most * triton.cdiv(features, block),)](
+    # their share of the rows; if a router sends more to them, a program computes several tiles
+    together = len(order) * len(weight) // (len(ends) * tile_rows) + len(weight)
+    _product[(together * triton.cdiv(features, block),)](
         x,
         out,
         order,
-        (tiles, most, ends, first_expert, first_expert + len(weight)),
+        (tiles, most, ends, first_expert, first_expert + len(weight), together),
         (weight, scales, weight.stride(0), weight.stride(1)),
         of_term,
         x if bias is None else bias,
