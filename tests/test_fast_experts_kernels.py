@@ -1,5 +1,7 @@
 """The grouped products of GPUs, as Triton's interpreter runs them."""
 
+import weakref
+from collections.abc import Iterator
 from types import ModuleType
 from unittest.mock import patch
 
@@ -75,11 +77,11 @@ def test_a_grouped_product_is_that_of_each_expert(kernels, kind, summed, feature
         wanted = products.rows_times(x, matrices, by_expert, *added, of_tokens)
         lines = matrices if lines_are_summed else matrices.transpose(1, 2)
         found = torch.full((len(by_expert.order), features), torch.nan, dtype=torch.half)
-        for first, last in ((0, 2), (2, EXPERTS)):
-            kernels.grouped_product(
-                *(x, lines[first:last], lines_are_summed, None, first, *place_of(by_expert)),
-                *(found, CHOICES if of_tokens else None, *added),
-            )
+        parts = [(0, lines[:2]), (2, lines[2:])]
+        kernels.grouped_product(
+            *(x, parts, lines_are_summed, None, *place_of(by_expert), found),
+            *(CHOICES if of_tokens else None, *added),
+        )
         assert relative(found[:rows], wanted[:rows]) < EXACT
 
 
@@ -100,6 +102,21 @@ def test_an_outer_product_sums_the_rows_of_each_expert(kernels, kind, of_tokens)
     kernels.outer(x, y, *ends, found, 0.25, y_choices, weights)
     assert relative(found, wanted) < EXACT
     assert not found[EXPERTS - 1].any()
+
+
+def few_at_a_time(
+    packed: Params4bit, unpacking: ModuleType, made: list[weakref.ref]
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield two unpacked experts, two more and the last; only one of these parts exists at a time."""
+
+    def part(first: int) -> tuple[int, Tensor]:
+        assert not any(weight() is not None for weight in made)
+        own = slice(first, min(first + 2, EXPERTS))
+        weight = unpacking.launch_unpacking(packed, packed.quant_state, own)
+        made.append(weakref.ref(weight))
+        return first, weight
+
+    return (part(first) for first in (0, 2, 4))
 
 
 @pytest.mark.parametrize(
@@ -139,16 +156,11 @@ def compare_packed(kernels: ModuleType, linear: products.ExpertLinear) -> None:
         codes = linear.weight.detach().view(experts, lines, features // 2)
         packing = (scales, state.blocksize, state.quant_type)
         out = torch.full(wanted.shape, torch.nan, dtype=torch.half)
-        kernels.grouped_product(
-            *(x, codes, not matrices.is_transposed, packing, 0, *place_of(by_expert), out, CHOICES)
-        )
+        are_summed, place = not matrices.is_transposed, (*place_of(by_expert), out, CHOICES)
+        kernels.grouped_product(x, [(0, codes)], are_summed, packing, *place)
         assert relative(out, wanted) < EXACT
-        out = torch.full(wanted.shape, torch.nan, dtype=torch.half)
-        for first in (0, 2, 4):  # of two experts, and of the one that is left
-            own = slice(first, min(first + 2, EXPERTS))
-            some = unpacking.launch_unpacking(linear.weight, state, own)
-            kernels.grouped_product(
-                *(x, some, not matrices.is_transposed, None, first, *place_of(by_expert), out),
-                CHOICES,
-            )
-        assert relative(out, wanted) < EXACT
+        out.fill_(torch.nan)
+        made: list[weakref.ref] = []
+        parts = few_at_a_time(linear.weight, unpacking, made)
+        kernels.grouped_product(x, parts, are_summed, None, *place)
+        assert len(made) == 3 and relative(out, wanted) < EXACT

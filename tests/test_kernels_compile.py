@@ -94,11 +94,14 @@ def grouped(dtype: torch.dtype, count: int = 80 * 2 * ROWS) -> None:
     nf4 = (torch.zeros(2, 256, 4), 64, "nf4")
     mxfp4 = (torch.zeros(2, 256, 8, dtype=torch.uint8), 32, "mxfp4")
     for is_summed in (False, True):
-        grouped_kernels.grouped_product(x, weight, is_summed, None, 0, *routed, out, 2, term, bias)
+        grouped_kernels.grouped_product(
+            x, [(0, weight)], is_summed, None, *routed, out, 2, term, bias
+        )
+    packed = [(0, codes)]
     for packing in (nf4, mxfp4):
-        grouped_kernels.grouped_product(x, codes, False, packing, 0, *routed, out, None, term)
-    grouped_kernels.grouped_product(x, codes, True, nf4, 0, *routed, out, None, term)
-    grouped_kernels.grouped_product(x, torch.zeros(2, 16, 256), False, None, 0, *routed, thin)
+        grouped_kernels.grouped_product(x, packed, False, packing, *routed, out, None, term)
+    grouped_kernels.grouped_product(x, packed, True, nf4, *routed, out, None, term)
+    grouped_kernels.grouped_product(x, [(0, torch.zeros(2, 16, 256))], False, None, *routed, thin)
     made = torch.zeros(2, 16, 256)
     grouped_kernels.outer(u, x, order, ends, made, 2.0, 2, torch.zeros(count))
 

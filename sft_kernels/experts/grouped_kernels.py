@@ -13,6 +13,7 @@ features of the result, r rank of an adapter, P and M the sides of an outer prod
 """
 
 import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -238,10 +239,9 @@ def tiles_of(ends: Tensor, rows: int) -> Tensor:
 
 def grouped_product(
     x: Tensor,
-    weight: Tensor,
+    parts: Iterable[tuple[int, Tensor]],
     lines_are_summed: bool,
     packing: tuple[Tensor, int, str] | None,
-    first_expert: int,
     order: Tensor,
     ends: Tensor,
     tiles: Tensor,
@@ -250,45 +250,51 @@ def grouped_product(
     term: tuple[Tensor, Tensor, float] | None = None,
     bias: Tensor | None = None,
 ) -> None:
-    """Write the rows of `products.rows_times` for the experts of `weight` to `out` (S, M).
+    """Write the rows of `products.rows_times` to `out` (S, M), for the experts of all parts.
 
-    `weight` (experts, lines, ...) starts at `first_expert`, and its lines are contiguous. Lines are
-    K if lines_are_summed, else M. `packing` contains the scales of packed weights, the number of
-    weights per scale, and their type. `choices` is k if x are tokens.
+    A part is the number of its first expert, and weights (experts, lines, ...) with contiguous
+    lines; it is freed before the next one is made. Lines are K if lines_are_summed, else M.
+    `packing` contains the scales of packed weights, the number of weights per scale, and their
+    type. `choices` is k if x are tokens.
     """
     summed, features = x.shape[1], out.shape[1]
-    most = tiles.shape[1]
-    scales, weights_a_scale, quant_type = packing or (weight, 1, None)
+    rows, experts, most = order.shape[0], ends.shape[0], tiles.shape[1]
+    scales, weights_a_scale, quant_type = packing or (x, 1, None)
     of_term = (x, x, 0, 1.0, 0)
     if term is not None:
         ranks, factors, scale = term
         of_term = (ranks, factors, factors.stride(0), scale, ranks.shape[1])
-    tile_rows = rows_of_tile(len(order), len(ends))
+    tile_rows = rows_of_tile(rows, experts)
     block = min(columns_of_tile(x.device, tile_rows, bool(packing)), _side(features, 256))
-    # their share of the rows; if a router sends more to them, a program computes several tiles
-    together = len(order) * len(weight) // (len(ends) * tile_rows) + len(weight)
-    _product[(together * triton.cdiv(features, block),)](
-        x,
-        out,
-        order,
-        (tiles, most, ends, first_expert, first_expert + len(weight), together),
-        (weight, scales, weight.stride(0), weight.stride(1)),
-        of_term,
-        x if bias is None else bias,
-        (summed, features, choices or 1),
-        choices is not None,
-        lines_are_summed,
-        quant_type,
-        weights_a_scale,
-        term is not None,
-        bias is not None,
-        tile_rows,
-        block,
-        SUMMED_BLOCK,
-        _side(of_term[-1], MOST_RANKS),
-        num_warps=8 if tile_rows * block > 64 * 128 else 4,
-        num_stages=STAGES,
-    )
+    column_tiles = triton.cdiv(features, block)
+    ranks_block = _side(of_term[-1], MOST_RANKS)
+    for first, weight in parts:
+        count = weight.shape[0]
+        # their share of the rows; if a router sends more to them, a program computes several tiles
+        together = rows * count // (experts * tile_rows) + count
+        _product[(together * column_tiles,)](
+            x,
+            out,
+            order,
+            (tiles, most, ends, first, first + count, together),
+            (weight, scales, weight.stride(0), weight.stride(1)),
+            of_term,
+            x if bias is None else bias,
+            (summed, features, choices or 1),
+            choices is not None,
+            lines_are_summed,
+            quant_type,
+            weights_a_scale,
+            term is not None,
+            bias is not None,
+            tile_rows,
+            block,
+            SUMMED_BLOCK,
+            ranks_block,
+            num_warps=8 if tile_rows * block > 64 * 128 else 4,
+            num_stages=STAGES,
+        )
+        del weight
 
 
 def outer(

@@ -23,7 +23,7 @@ of an adapter, `in` and `out` features, K features that are summed over, M those
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ def sum_choices(values: Tensor, routing: Routing, weights: Tensor | None = None)
 # of rows. With more rows, a few experts are unpacked at a time: for 128 experts of 512 rows each,
 # an H100 needed 1.2 ms instead of 2.5.
 FEW_ROWS = 128
-UNPACKED_BYTES = 256 << 20  # size of the experts that are unpacked at a time
+UNPACKED_BYTES = 512 << 20  # size of the experts that are unpacked at a time
 
 
 def unpacks_tiles(rows: int, experts: int) -> bool:
@@ -252,29 +252,30 @@ def _on_gpu(
     experts, _, features = matrices.shape
     rows = len(routing.order)
     out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
-    choices = routing.choices if of_tokens else None
-    place = (routing.order, routing.ends, routing.tiles)
-
-    def multiply(
-        weight: Tensor, lines_are_summed: bool, packing: Any = None, first: int = 0
-    ) -> None:
-        of_lines = (weight, lines_are_summed, packing, first)
-        grouped_kernels.grouped_product(x, *of_lines, *place, out, choices, term, bias)
-
+    packing = None
     if not isinstance(matrices, Packed):
         is_turned = matrices.stride(2) != 1
-        multiply(matrices.transpose(1, 2) if is_turned else matrices, not is_turned)
-    elif unpacks_tiles(rows, experts):
-        codes, packing = matrices.lines.read(matrices.weight)
-        multiply(codes, not matrices.is_transposed, packing)
+        parts = [(0, matrices.transpose(1, 2) if is_turned else matrices)]
     else:
-        size = 2 * matrices.shape[1:].numel()
-        together = max(1, UNPACKED_BYTES // size)
-        for first in range(0, experts, together):
-            own = slice(first, min(first + together, experts))
-            weight = matrices.lines.unpack(matrices.weight, own)
-            multiply(weight, not matrices.is_transposed, None, first)
+        is_turned = matrices.is_transposed
+        if unpacks_tiles(rows, experts):
+            codes, packing = matrices.lines.read(matrices.weight)
+            parts = [(0, codes)]
+        else:
+            parts = _unpacked_parts(matrices)
+    place = (routing.order, routing.ends, routing.tiles, out)
+    choices = routing.choices if of_tokens else None
+    grouped_kernels.grouped_product(x, parts, not is_turned, packing, *place, choices, term, bias)
     return out
+
+
+def _unpacked_parts(matrices: Packed) -> Iterator[tuple[int, Tensor]]:
+    """Yield the unpacked weights of a few experts at a time, and the number of the first."""
+    experts, *sides = matrices.shape
+    together = max(1, UNPACKED_BYTES // (2 * math.prod(sides)))
+    for first in range(0, experts, together):
+        own = slice(first, min(first + together, experts))
+        yield first, matrices.lines.unpack(matrices.weight, own)
 
 
 def _allocated(x: Tensor, matrices: Tensor | Packed, routing: Routing) -> Tensor:
