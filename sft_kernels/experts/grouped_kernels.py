@@ -1,12 +1,12 @@
 """Triton kernels of `products`: grouped GEMMs of rows with the matrices of their experts.
 
-A program multiplies a tile of rows of one expert by a tile of columns, and
-sums in float32. Rows of tokens are read in place, without sorting a copy. `tiles` contains the rows
-of each program, so the CPU never waits for the GPU. Rows after the last expert's belong to no
-expert and are not written.
+A program multiplies tiles of rows of one expert by a tile of columns, and sums in float32. Rows of
+tokens are read in place, without sorting a copy. `tiles` contains the rows of each tile, so the CPU
+never waits for the GPU. Rows after the last expert's belong to no expert and are not written.
 
 4-bit weights are unpacked tile by tile, to the same numbers as in `four_bit`. A launch may cover
-only some experts; it does not change the rows of the others.
+only some experts; it does not change the rows of the others. It has as many programs as their equal
+share of the rows needs. If a router sends them more, a program computes several tiles.
 
 Legend: N tokens, k experts per token, S rows, E experts, K features that are summed over, M
 features of the result, r rank of an adapter, P and M the sides of an outer product.
@@ -270,7 +270,6 @@ def grouped_product(
     ranks_block = _side(of_term[-1], MOST_RANKS)
     for first, weight in parts:
         count = weight.shape[0]
-        # their share of the rows; if a router sends more to them, a program computes several tiles
         together = rows * count // (experts * tile_rows) + count
         _product[(together * column_tiles,)](
             x,

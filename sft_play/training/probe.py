@@ -150,9 +150,9 @@ class Probe:
         """Choose a layout by the fit and try it; return the layout and all points.
 
         The line through two small steps is 13 to 20 % too high for a MoE model at 8,192 tokens. So
-        what its plan takes is tried first, if only the line refuses it. If a layout does not fit,
-        the next one must need less than its expected peak. Once one fits, what it needs less than
-        expected is given to the choice, and a faster one is tried, once.
+        the planned layout of such a model is tried first, even if it does not fit by the line. If a
+        layout does not fit, the next one must need less than its expected peak. Once one fits, what
+        it needs less than expected is given to the choice, and a faster one is tried, once.
         """
         allowed = budget
         planned = step_bytes(self.step, self.layout).predicted_peak
