@@ -274,8 +274,10 @@ def attention_kind_of(module: nn.Module) -> AttentionKind | None:
     linears = {name for name, child in children.items() if is_linear(child)}
     if linears not in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}):
         return None
-    others = children.keys() - linears
-    if others not in (set(), {"q_norm", "k_norm"}) or module._parameters.keys() - {"sinks"}:
+    if children.keys() - linears not in (
+        set(),
+        {"q_norm", "k_norm"},
+    ) or module._parameters.keys() - {"sinks"}:
         return None
     if not (hasattr(module, "scaling") and hasattr(module, "head_dim")):
         return None
@@ -304,7 +306,7 @@ def _computes_attention(module: nn.Module, kind: AttentionKind, size: int) -> bo
     tables = angles if kind.has_half_tables else angles.repeat(1, 1, 2)
     sinks = numbers(queries // width, seed=5) if "sinks" in module._parameters else None
     # eager attention gets its mask from the model
-    mask = torch.full((1, 1, ATTENDED, ATTENDED), -torch.inf, dtype=query.dtype).triu(1)
+    mask = torch.full((ATTENDED, ATTENDED), -torch.inf, dtype=query.dtype).triu(1)
     stubs = {
         "q_proj": Stub(lambda x: query.clone()),  # OLMo clamps in place
         "k_proj": Stub(lambda x: key.clone()),
@@ -315,10 +317,10 @@ def _computes_attention(module: nn.Module, kind: AttentionKind, size: int) -> bo
         "k_norm": Stub(lambda x: functional.normalize(x.sin(), dim=-1)),
     }
     present = {name: stubs[name] for name, _ in module.named_children() if name in stubs}
-    weights = {} if sinks is None else {"sinks": sinks}
+    if sinks is not None:
+        present["sinks"] = sinks
     inputs = {"position_embeddings": (tables.cos(), tables.sin()), "attention_mask": mask}
-    x = numbers(1, ATTENDED, 4)
-    result = own_result(module, {**present, **weights}, hidden_states=x, **inputs)
+    result = own_result(module, present, hidden_states=numbers(1, ATTENDED, 4), **inputs)
     if kind.norms_all_heads and "q_norm" in present:
         query, key = stubs["q_norm"](query), stubs["k_norm"](key)
     query, key, value = (each.unflatten(-1, (-1, width)) for each in (query, key, value))

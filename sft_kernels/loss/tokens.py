@@ -26,18 +26,19 @@ def labelled(
 ) -> LossTokens:
     """Return the tokens whose labels (B, T) are predicted; with weights (B, T), by their weight.
 
-    A label is predicted by the token before it, or by its place in parents (B * T,).
+    A label is predicted by the token before it, or by the one that parents (B * T,) name; by none
+    if that is -1.
 
     >>> found = labelled(torch.tensor([[-100, 6, 7], [-100, -100, 9]]))
     >>> found.positions.tolist(), found.targets.tolist()
     ([0, 1, 4], [6, 7, 9])
     """
-    next_labels = labels[:, 1:]
-    rows, columns = next_labels.ne(IGNORE_INDEX).nonzero(as_tuple=True)
-    positions, targets = rows * labels.shape[1] + columns, next_labels[rows, columns]
-    of_labels = positions + 1
     if parents is not None:
-        positions = parents[of_labels]
+        labels = labels.masked_fill(parents.view_as(labels) < 0, IGNORE_INDEX)
+    rows, columns = labels[:, 1:].ne(IGNORE_INDEX).nonzero(as_tuple=True)
+    of_labels = rows * labels.shape[1] + columns + 1
+    targets = labels.flatten()[of_labels]
+    positions = of_labels - 1 if parents is None else parents[of_labels]
     if weights is None:
         return LossTokens(positions, targets, float(len(targets)))
     of_tokens, order = weights.flatten()[of_labels].sort(stable=True)
