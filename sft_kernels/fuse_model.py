@@ -149,7 +149,7 @@ def documents(*parts: int | Sequence[tuple[int, int]]) -> dict[str, Any]:
     each sample, depth first: how many tokens of the sample before it begin the sample, and how many
     new tokens follow. The row has each token once. A label stands at its token and is predicted by
     the token before it in the sample, so `labels` (1, T) have a tree's tokens, too. No token
-    predicts the first one of a document: give it the label -100. In a row with a tree it is ignored.
+    predicts the first one of a document: give it the label -100. A row with a tree ignores it.
 
     >>> documents(2, [(0, 3), (1, 2)])["position_ids"].tolist()
     [[0, 1, 0, 1, 2, 1, 2]]
