@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator
 from types import ModuleType
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -102,6 +103,26 @@ def test_an_outer_product_sums_the_rows_of_each_expert(kernels, kind, of_tokens)
     kernels.outer(x, y, *ends, found, 0.25, y_choices, weights)
     assert relative(found, wanted) < EXACT
     assert not found[EXPERTS - 1].any()
+
+
+class PlainLines(NamedTuple):
+    """Lines of weights that are not packed."""
+
+    shape: torch.Size
+    is_turned: bool = False
+
+    def unpack(self, weight: Tensor, experts: slice) -> Tensor:
+        return weight[experts]
+
+
+@pytest.mark.parametrize("limit, sizes", [(8, [6, 6]), (12, [12]), (0.5, [1] * 12)])
+def test_experts_are_unpacked_in_equal_parts_within_the_limit(monkeypatch, limit, sizes):
+    weight = torch.arange(12.0).view(12, 1, 1).expand(12, 4, 8)
+    matrices = products.Packed(weight, PlainLines(weight.shape), is_transposed=False)
+    monkeypatch.setattr(products, "UNPACKED_BYTES", limit * 2 * 4 * 8)
+    parts = list(products._unpacked_parts(matrices))
+    assert [len(part) for _, part in parts] == sizes
+    assert all(part[0, 0, 0] == first for first, part in parts)
 
 
 def few_at_a_time(

@@ -251,7 +251,7 @@ def _on_gpu(
 ) -> Tensor:
     experts, _, features = matrices.shape
     rows = len(routing.order)
-    out = torch.empty(rows, features, dtype=x.dtype, device=x.device)
+    out = x.new_empty(rows, features)
     packing = None
     if not isinstance(matrices, Packed):
         is_turned = matrices.stride(2) != 1
@@ -271,20 +271,26 @@ def _on_gpu(
 
 def _unpacked_parts(matrices: Packed) -> Iterator[tuple[int, Tensor]]:
     """Yield the unpacked weights of a few experts at a time, and the number of the first."""
-    experts, *sides = matrices.shape
-    together = max(1, UNPACKED_BYTES // (2 * math.prod(sides)))
+    experts, together = matrices.shape[0], _experts_a_part(matrices)
     for first in range(0, experts, together):
         own = slice(first, min(first + together, experts))
         yield first, matrices.lines.unpack(matrices.weight, own)
 
 
+def _experts_a_part(matrices: Packed) -> int:
+    """Return how many experts are unpacked at a time.
+
+    In equal parts they need the least memory, and launches for parts of 16 use one binary.
+    """
+    parts = math.ceil(2 * matrices.shape.numel() / UNPACKED_BYTES)
+    return math.ceil(matrices.shape[0] / parts)
+
+
 def _allocated(x: Tensor, matrices: Tensor | Packed, routing: Routing) -> Tensor:
     """Return what `rows_times` allocates: its output, and a few unpacked experts before it."""
-    experts, *sides = matrices.shape
     if isinstance(matrices, Packed):
-        one = math.prod(sides)
-        x.new_empty(min(experts * one, max(one, UNPACKED_BYTES // x.itemsize)))
-    return x.new_empty(len(routing.order), sides[1])
+        x.new_empty(_experts_a_part(matrices), *matrices.shape[1:])
+    return x.new_empty(len(routing.order), matrices.shape[2])
 
 
 def _rows_of_experts(routing: Routing) -> Iterator[tuple[int, slice]]:
