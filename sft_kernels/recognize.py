@@ -274,10 +274,9 @@ def attention_kind_of(module: nn.Module) -> AttentionKind | None:
     linears = {name for name, child in children.items() if is_linear(child)}
     if linears not in ({"q_proj", "k_proj", "v_proj", "o_proj"}, {"qkv_proj", "o_proj"}):
         return None
-    if children.keys() - linears not in (
-        set(),
-        {"q_norm", "k_norm"},
-    ) or module._parameters.keys() - {"sinks"}:
+    if module._parameters.keys() - {"sinks"}:
+        return None
+    if children.keys() - linears not in (set(), {"q_norm", "k_norm"}):
         return None
     if not (hasattr(module, "scaling") and hasattr(module, "head_dim")):
         return None

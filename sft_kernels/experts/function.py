@@ -77,7 +77,8 @@ class Glu:
             h = self.reference(leaf)
         dh = dh.to(wide)
         (dy,) = torch.autograd.grad(h, leaf, dh * weights.unsqueeze(-1))
-        return dy.to(y.dtype), _row_products(dh, h.detach()), h.detach().to(y.dtype)
+        h = h.detach()
+        return dy.to(y.dtype), _row_products(dh, h), h.to(y.dtype)
 
 
 @dataclass(frozen=True)
