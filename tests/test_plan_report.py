@@ -24,6 +24,7 @@ from sft_play.runs.files import json_text
 
 LLAMA_8B = "model.name=meta-llama/Llama-3.1-8B"
 QWEN = "model.name=Qwen/Qwen2.5-0.5B"
+GPT_OSS = "model.name=openai/gpt-oss-20b"
 COUNTED = Counted(1200, 65_000)
 CONFIGS = sorted(
     path.name
@@ -131,6 +132,12 @@ MIXTURE = "model.name=Qwen/Qwen3-30B-A3B"
 # GPUs, none for a CPU; settings, or a config; the label of a line; what the line must have
 SHOWN = [
     ("1xH200", f"{LLAMA_8B} tuning.mode=qlora", "weights (NF4, double", ""),
+    (
+        "1xH200",
+        f"{GPT_OSS} tuning.mode=qlora",
+        "precision",
+        "base weights in MXFP4 and NF4, adapters",
+    ),
     ("1xH200", f"{LLAMA_8B} tuning.mode=qlora {FP4}", "weights (FP4)", ""),
     ("1xH200", LLAMA_8B, "weights (bfloat16)", ""),
     ("1xT4", QWEN, "weights (float16)", ""),

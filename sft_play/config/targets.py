@@ -176,7 +176,7 @@ def problem_with(name: str, goals: list[str]) -> str | None:
     A target that READS does not list may read any variable of ours.
     """
     targets = f"make {' '.join(goals)}"
-    read = frozenset().union(*(READS.get(goal, OURS) for goal in goals))
+    read = NOTHING.union(*(READS.get(goal, OURS) for goal in goals))
     if name in read or name in INSTALL:
         return None
     if not read:
@@ -184,11 +184,9 @@ def problem_with(name: str, goals: list[str]) -> str | None:
     if name not in OURS:
         return f"{name}: {targets} has no such variable; {suggest_variable(name).clause()}"
     readers = [target for target, names in READS.items() if name in names]
-    sentence = f"{name}: {targets} does not read it, but {short_targets(readers)}"
     meant = SYNONYMS.get(name)
-    if meant in read:
-        return f"{sentence}; did you mean {meant}?"
-    return f"{sentence}; leave it out"
+    advice = f"did you mean {meant}?" if meant in read else "leave it out"
+    return f"{name}: {targets} does not read it, but {short_targets(readers)}; {advice}"
 
 
 def unread_settings(target: str, environ: Mapping[str, str]) -> list[str]:
@@ -196,9 +194,7 @@ def unread_settings(target: str, environ: Mapping[str, str]) -> list[str]:
 
     `target` may be a command of `python -m sft_play`, which has the name of its target.
     """
-    read = READS.get(target, SETTINGS)
-    given = environ.get(GIVEN, "").split()
-    unread = SETTINGS - read - set(given)
+    unread = SETTINGS - READS.get(target, SETTINGS) - set(environ.get(GIVEN, "").split())
     return sorted(name for name in unread if environ.get(name, "").strip())
 
 

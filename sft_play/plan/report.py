@@ -301,8 +301,10 @@ def _weight_types(planned: PlannedRun) -> str:
     if step.is_float8:
         return "float8"
     if tuning.mode == "qlora":
-        constants = ", double quantized" if tuning.bnb_4bit_use_double_quant else ""
-        return tuning.bnb_4bit_quant_type.upper() + constants
+        in_4_bits = tuning.bnb_4bit_quant_type.upper()
+        if step.model.in_mxfp4:
+            return f"MXFP4 and {in_4_bits}"
+        return in_4_bits + ", double quantized" * tuning.bnb_4bit_use_double_quant
     computed = DTYPE_NAMES[config_precision(planned.config)]
     if planned.plan.zero_stage and step.is_half:
         return computed  # DeepSpeed converts them
