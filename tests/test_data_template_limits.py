@@ -51,7 +51,8 @@ def test_a_template_that_slows_every_row_is_named_and_not_the_tokenizer(
     )
     tok = tokenizer("{% if messages[0]['content'] == 'what?' %}" + harm + "{% endif %}" + CHATML)
     rows = write_rows(tmp_path / "rows.jsonl", *[{**QA, "question": "what?"}] * 50)
-    words = r"rows.jsonl:1( and \d+ rows after it)?: the chat template has .*MODEL_CHAT_TEMPLATE"
+    # every row is slow, so time decides which one is over the limit
+    words = r"rows.jsonl:\d+( and \d+ rows after it)?: the chat template has .*MODEL_CHAT_TEMPLATE"
     with pytest.raises(DataError, match=words):
         run_data(rows, tok)
     assert len(forks) < 5, "rows are searched one by one"
