@@ -37,7 +37,8 @@ def test_the_row_that_a_template_does_not_get_done_with_is_named(
 
 
 SLOW = "{% for a in range(99999) %}{% for b in range(9) %}{% endfor %}{% endfor %}"
-LONG = "{{ 'a.' * 400000 }}"  # constant: written at once, and long to tokenize
+# written at once, and long to tokenize: of each row another text, since equal ones are encoded once
+LONG = "{{ 'a.' * 100000 ~ messages[0]['content'] }}"
 
 
 @pytest.mark.parametrize("harm", [SLOW, LONG])
@@ -49,10 +50,10 @@ def test_a_template_that_slows_every_row_is_named_and_not_the_tokenizer(
     monkeypatch.setattr(
         chunk_tokenizer, "find_excess", lambda *args: forks.append(1) or find_excess(*args)
     )
-    tok = tokenizer("{% if messages[0]['content'] == 'what?' %}" + harm + "{% endif %}" + CHATML)
-    rows = write_rows(tmp_path / "rows.jsonl", *[{**QA, "question": "what?"}] * 50)
-    # every row is slow, so time decides which one is over the limit
-    words = r"rows.jsonl:\d+( and \d+ rows after it)?: the chat template has .*MODEL_CHAT_TEMPLATE"
+    tok = tokenizer("{% if 'what?' in messages[0]['content'] %}" + harm + "{% endif %}" + CHATML)
+    questions = [{**QA, "question": f"what? {number}"} for number in range(50)]
+    rows = write_rows(tmp_path / "rows.jsonl", *questions)
+    words = r"rows.jsonl:1( and \d+ rows after it)?: the chat template has .*MODEL_CHAT_TEMPLATE"
     with pytest.raises(DataError, match=words):
         run_data(rows, tok)
     assert len(forks) < 5, "rows are searched one by one"
