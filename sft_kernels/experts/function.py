@@ -72,13 +72,8 @@ class Glu:
         if triton_kernels.is_traced:
             return torch.empty_like(y), y.new_empty(len(y), dtype=torch.float32), dh
         wide = torch.promote_types(y.dtype, torch.float32)
-        with torch.enable_grad():
-            leaf = y.detach().to(wide).requires_grad_()
-            h = self.reference(leaf)
-        dh = dh.to(wide)
-        (dy,) = torch.autograd.grad(h, leaf, dh * weights.unsqueeze(-1))
-        h = h.detach()
-        return dy.to(y.dtype), _row_products(dh, h), h.to(y.dtype)
+        dy, dweights, h = _gate_gradients(self.reference, dh.to(wide), y.to(wide), weights)
+        return dy.to(y.dtype), dweights, h.to(y.dtype)
 
 
 @dataclass(frozen=True)
@@ -127,13 +122,7 @@ class OwnGate:
         self, dh: Tensor, y: Tensor, weights: Tensor, ends: Tensor | None = None
     ) -> GateGradients:
         """Return what `Glu.backward` does."""
-        with torch.enable_grad():
-            y = y.detach().requires_grad_()
-            h = self.function(y)
-        dweights = _row_products(dh, h.detach())
-        weighted = dh.mul_(weights.unsqueeze(-1).to(dh.dtype))
-        (dy,) = torch.autograd.grad(h, y, weighted)
-        return dy, dweights, h.detach()
+        return _gate_gradients(self.function, dh, y, weights)
 
 
 Gate = Glu | OwnGate  # the elementwise part of an expert, forward and backward
@@ -165,6 +154,18 @@ def _computes(experts: nn.Module, gate: ClampedGlu) -> bool:
     generator = torch.Generator().manual_seed(0)
     y = torch.randn(64, 16, generator=generator) * 2 * gate.limit
     return torch.allclose(experts._apply_gate(y), gate.forward(y), rtol=1e-4, atol=1e-5)
+
+
+def _gate_gradients(
+    formula: Callable[[Tensor], Tensor], dh: Tensor, y: Tensor, weights: Tensor
+) -> GateGradients:
+    """Return what `Glu.backward` does, for a formula that autograd differentiates."""
+    with torch.enable_grad():
+        y = y.detach().requires_grad_()
+        h = formula(y)
+    dweights = _row_products(dh, h.detach())
+    (dy,) = torch.autograd.grad(h, y, dh.mul_(weights.unsqueeze(-1).to(dh.dtype)))
+    return dy, dweights, h.detach()
 
 
 def _row_products(a: Tensor, b: Tensor) -> Tensor:
