@@ -53,6 +53,9 @@ PASSING = """
         ("train", "DEEPSPEED_CONFIG", "make train-deepspeed, train-deepspeed-tb, config"),
         ("train", "GPUS", r"NUM_GPUS\?"),
         ("train", "STEPS", r"TRAIN_MAX_STEPS\?"),
+        ("train", "GPU", "here it is NUM_GPUS$"),
+        ("plan", "GPU", "here it is GPUS$"),  # a machine, such as 1x4090
+        ("chat", "BATCH", "no such variable; make help"),  # not TRAIN_BATCH_SIZE, which it refuses
         ("lint", "TRAIN_EPOCHS", "make lint"),
     ],
 )

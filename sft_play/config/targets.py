@@ -182,7 +182,7 @@ def problem_with(name: str, goals: list[str]) -> str | None:
     if not read:
         return f"{name}: {targets} reads no variable; leave it out"
     if name not in OURS:
-        return f"{name}: {targets} has no such variable; {suggest_variable(name).clause()}"
+        return f"{name}: {targets} has no such variable; {suggest_variable(name, read).clause()}"
     readers = [target for target, names in READS.items() if name in names]
     meant = SYNONYMS.get(name)
     advice = f"did you mean {meant}?" if meant in read else "leave it out"
@@ -230,13 +230,13 @@ def no_such_option(option: str, command: str) -> str:
 def suggest_variable(name: str, known: frozenset[str] = OURS) -> Suggestion:
     """Return which of the `known` variables an unknown one most likely stands for, or advice.
 
-    In order: the same name in other case, a common word for it, the name of a setting without its
-    section or in another program, the closest spelling.
+    In order: the same name in other case, its plural, a common word for it, the name of a setting
+    without its section or in another program, the closest spelling.
     """
     upper = name.upper().replace("-", "_").replace(".", "_")
-    same = upper if upper in known else SYNONYMS.get(upper)
-    if same:
-        return Suggestion(same)
+    for same in (upper, f"{upper}S", SYNONYMS.get(upper)):
+        if same in known:
+            return Suggestion(same)
     lowered = upper.lower()
     with_section = lowered.replace("_", ".", 1).replace("tuning.lora_", "tuning.lora.", 1)
     for path in (lowered, with_section):
